@@ -26,9 +26,17 @@ IN_FLIGHT = 3  # batches whose rows may not leave
 
 
 def power_law(rng: np.random.Generator, rows: int, shape: tuple[int, ...], exponent: float = 1.05) -> NDArray[np.int64]:
-    """Return ids 0 <= id < rows, of frequency id^-exponent, spread over the table."""
+    """Return ids 0 <= id < rows, spread over the table, whose frequencies fall as rank^-exponent."""
+    return spread(by_frequency(rng, rows, shape, exponent), rows)
+
+
+def by_frequency(
+    rng: np.random.Generator, rows: int, shape: tuple[int, ...], exponent: float = 1.05
+) -> NDArray[np.int64]:
+    """Return ids 0 <= id < rows of frequency (id + 1)^-exponent: the order in which the ETL numbers values."""
     drawn = ((rows ** (1 - exponent) - 1) * rng.random(shape) + 1) ** (1 / (1 - exponent))
-    return spread(np.minimum(drawn.astype(np.int64) - 1, rows - 1), rows)
+    found: NDArray[np.int64] = np.minimum(drawn.astype(np.int64) - 1, rows - 1)
+    return found
 
 
 def spread(ids: NDArray[np.int64], rows: int) -> NDArray[np.int64]:

@@ -19,10 +19,12 @@ class SlowStreams(ThreadStreams):
     Args:
         seed: of the delays.
         longest: seconds.
+        maps_memory: whether the "device" plans slots and moves rows itself.
     """
 
-    def __init__(self, seed: int = 0, longest: float = 0.002) -> None:
+    def __init__(self, seed: int = 0, longest: float = 0.002, maps_memory: bool = False) -> None:
         super().__init__()
+        self.maps_memory = maps_memory
         self._chance, self._longest = random.Random(seed), longest
         self.num_jobs = 0
 
@@ -37,12 +39,20 @@ class SlowStreams(ThreadStreams):
         return super().issue(stream, after, late)
 
 
-def use_staged(monkeypatch: pytest.MonkeyPatch, *, piece_bytes: int = 200, longest: float = 0.002) -> list[Any]:
-    """Let collections with a cache move rows as on a GPU; return the streams that they make."""
+def use_staged(
+    monkeypatch: pytest.MonkeyPatch, *, piece_bytes: int = 200, longest: float = 0.002, maps_memory: bool = False
+) -> list[Any]:
+    """Let collections with a cache move rows as on a GPU; return the streams that they make.
+
+    Args:
+        piece_bytes: that threads move at a time.
+        longest: seconds that a stream waits before a job.
+        maps_memory: the device moves the rows itself, instead of threads.
+    """
     made: list[Any] = []
 
     def streams(device: torch.device) -> SlowStreams:
-        made.append(SlowStreams(len(made), longest))
+        made.append(SlowStreams(len(made), longest, maps_memory))
         return made[-1]
 
     monkeypatch.setattr("viviane.embedding.construction.transfer_streams", streams)

@@ -56,9 +56,11 @@ def train(emb: EmbeddingCollection, given: list[dict[str, Any]], ahead: int, cli
 @pytest.mark.parametrize("clip", [False, True])
 @pytest.mark.parametrize("ahead", [0, 3])
 @pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("staged", [False, True])
 def test_every_bit_is_that_of_tables_on_the_gpu(
-    monkeypatch: pytest.MonkeyPatch, rule: str, ahead: int, clip: bool
+    monkeypatch: pytest.MonkeyPatch, staged: bool, rule: str, ahead: int, clip: bool
 ) -> None:
+    monkeypatch.setattr("viviane.store.streams.DeviceStreams.maps_memory", not staged)
     monkeypatch.setattr("viviane.embedding.staged_moves.PIECE_BYTES", 1000)
     given = batches(30)
     truth, cached = collection(None, RULES[rule]), collection(0.2, RULES[rule])
@@ -70,7 +72,7 @@ def test_every_bit_is_that_of_tables_on_the_gpu(
     )
     [storage] = [one for one in cached.all_storages() if isinstance(one, CachedStorage)]
     assert storage.tier_stats()["host"].rows_written > 0
-    assert torch.equal(storage._moves.row_ids.cpu(), torch.from_numpy(storage.slots.owner))
+    assert storage.cache.plans_on_host == staged
 
 
 def test_host_memory_over_files() -> None:

@@ -73,7 +73,7 @@ def test_every_bit_is_that_of_tables_in_memory(streams: list[Any], rule: str, sh
     storage = storage_of(cached)
     assert sum(one.num_jobs for one in streams) > 20
     assert storage.tier_stats()["host"].rows_written > 0
-    assert torch.equal(storage._moves.row_ids, torch.from_numpy(storage.slots.owner))
+    assert torch.equal(storage.cache.row_ids, torch.from_numpy(storage.cache.slots.owner))
 
 
 @pytest.mark.parametrize("share", [0.05, 0.2, 1.0])
@@ -142,7 +142,7 @@ def test_forwards_without_backward_take_no_more_memory(streams: list[Any]) -> No
     gc.collect()
     assert not storage._live
     assert not storage._leases
-    assert len(storage._moves._pieces._leaving) <= 1
+    assert len(storage.cache.moves._pieces._leaving) <= 1
 
 
 def test_an_error_of_a_tier_is_raised_and_not_forgotten(streams: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,42 +21,20 @@ from viviane.config.optimizers import AnyOptimizer
 from viviane.core.errors import ConfigError
 from viviane.embedding.cache_sizes import row_layout, slot_bytes_of
 from viviane.embedding.config import TableConfig
+from viviane.embedding.device_slot_cache import DeviceSlotCache
 from viviane.embedding.row_lease import RowLease
-from viviane.embedding.row_moves import PIECE_ROWS, HostMoves, RowMoves, SlotGroup, TableRows
-from viviane.embedding.staged_moves import StagedMoves
+from viviane.embedding.row_moves import PIECE_ROWS, SlotGroup, TableRows
+from viviane.embedding.slot_cache import HostSlotCache, PassMove, SlotCache
 from viviane.embedding.state import TableState
 from viviane.embedding.storage import ZERO_ROWS, RuleRange, Storage, check_content
 from viviane.embedding.tier_rows import TierRows, bytes_of
 from viviane.ops.native.pages import advise_huge_pages
 from viviane.ops.row_update import Entries, Scratch, initial_state, norm_squared, sort_entries, state_shape
 from viviane.store import ArrayTier, FileTier, HostCacheTier, RowLayout, Tier, TierStats
-from viviane.store.slots import Admission, CacheFullError, Region, SlotMap
+from viviane.store.slots import CacheFullError, Region
 from viviane.store.streams import TransferStreams
 
 MakeTier = Callable[[TableConfig, RowLayout], Tier]
-
-
-@dataclass(frozen=True)
-class PassMove:
-    """Rows of a change from one pass to the next.
-
-    Args:
-        rows: that the pass needs.
-        read: of these, rows that were not in memory.
-        written: changed rows that left memory.
-    """
-
-    rows: int = 0
-    read: int = 0
-    written: int = 0
-
-    def plus(self, rows: int, admission: Admission) -> PassMove:
-        """Add a table's."""
-        read, written = len(admission.new_rows), int(admission.old_dirty.sum())
-        return PassMove(self.rows + rows, self.read + read, self.written + written)
-
-    def __add__(self, other: PassMove) -> PassMove:
-        return PassMove(self.rows + other.rows, self.read + other.read, self.written + other.written)
 
 
 class CachedStorage(Storage):
@@ -67,16 +45,19 @@ class CachedStorage(Storage):
     it takes back. A row is in its slot or in its tier, and what the tier holds of a row in a slot is not read. A row
     that was never trained is in no tier: it begins as in memory, by `viviane.embedding.initializers`.
 
-    Threads move rows, in order, while the caller computes: on the CPU straight between slots and tiers, on a GPU
-    through page-locked memory and streams of their own (`viviane.embedding.staged_moves`). Rows of a batch stay as long
-    as its `RowLease`. The same batches give the same bits as a `Storage`, whatever the number of slots: sums of
-    gradients go by entries, stochastic rounding by rows.
+    Rows move in order while the caller computes: threads copy them between slots and tiers, on a GPU through
+    page-locked memory (`viviane.embedding.staged_moves`); where the tiers' rows all lie in host memory that a GPU
+    reaches, its own kernels do (`viviane.embedding.device_slot_cache`). Rows of a batch stay as long as its `RowLease`.
+    The same batches give the same bits as a `Storage`, whatever the number of slots: sums of gradients go by entries,
+    stochastic rounding by rows.
 
     Args:
         tables, optimizer, device, seed: as of a `Storage`.
         num_slots: of each table.
         make_tier: opens the tier of a table.
         streams: copy rows between host memory and the device; None: slots lie in host memory, where tiers reach them.
+        plan_on_device: kernels of the device give rows slots and move them; all tiers are `ArrayTier`s whose memory
+            they reach.
 
     Raises:
         ConfigError: a table's optimizer moves rows that no batch has.
@@ -94,6 +75,7 @@ class CachedStorage(Storage):
         num_slots: Mapping[str, int],
         make_tier: MakeTier,
         streams: TransferStreams | None = None,
+        plan_on_device: bool = False,
     ) -> None:
         super().__init__(tables, optimizer, device, seed, room=num_slots)
         self._check(device)
@@ -104,7 +86,6 @@ class CachedStorage(Storage):
         self.regions = {one.name: one for one in regions}
         self.key_bases = {one.name: one.first_row for one in regions}
         self.key_null = first
-        self.slots = SlotMap(regions, pinned=ZERO_ROWS)
         rules = {name: segment.optimizer for segment in self.rule_ranges for name in segment.tables}
         self.layouts = {name: row_layout(table, rules[name]) for name, table in self.tables.items()}
         self.tiers: dict[str, Tier] = {
@@ -120,15 +101,20 @@ class CachedStorage(Storage):
         self._live: dict[int, int] = {}
         self._leases: list[RowLease] = []
         self._clock = 0
-        self._is_staged = streams is not None
         groups = tuple(self._group(i) for i in range(len(self.rule_ranges)))
-        self._moves: RowMoves = (
-            HostMoves(groups, self.slots.owner) if streams is None else StagedMoves(groups, self.slots.owner, streams)
-        )
+        self.cache = self._make_cache(regions, groups, streams, plan_on_device)
         self._norm_scratch = Scratch()
         for name in self.tables:
-            if name not in self.tiers:
-                self._fill_whole(name)
+            self._fill(name)
+
+    def _make_cache(
+        self, regions: Sequence[Region], groups: tuple[SlotGroup, ...], streams: TransferStreams | None, on_device: bool
+    ) -> SlotCache:
+        if not on_device:
+            return HostSlotCache(regions, groups, ZERO_ROWS, streams)
+        assert streams is not None
+        tiers = {name: one for name, one in self.tiers.items() if isinstance(one, ArrayTier)}
+        return DeviceSlotCache(regions, groups, tiers, ZERO_ROWS, streams)
 
     def _check(self, device: torch.device) -> None:
         for segment in self.rule_ranges:
@@ -153,14 +139,17 @@ class CachedStorage(Storage):
                 state = torch.full(shape, value, dtype=torch.float32, device=device)
                 self.register_buffer(f"{name}_{i}", state, persistent=False)
 
-    def _fill_whole(self, name: str) -> None:
-        """Put a table that fits into its slots, where it stays."""
-        region = self.regions[name]
-        for low in range(0, region.num_rows, PIECE_ROWS):
-            rows = np.arange(low, min(low + PIECE_ROWS, region.num_rows)) + region.first_row
-            self._clock += 1
-            self._moves.start(self.slots.admit(rows, self._clock, 0))
-        self.finish_moves()
+    def _fill(self, name: str) -> None:
+        """Put rows where they begin: those of a table that fits into its slots, where they stay."""
+        if name not in self.tiers:
+            self.cache.fill_whole(self.regions[name])
+        elif isinstance(self.cache, DeviceSlotCache):
+            self.cache.fill_tier(self.regions[name], self._below[name].beginning_on)
+
+    @property
+    def plans_on_host(self) -> bool:
+        """Whether rows get slots by keys in host memory."""
+        return self.cache.plans_on_host
 
     # Slots ------------------------------------------------------------------------------------------------------
 
@@ -174,17 +163,13 @@ class CachedStorage(Storage):
             slots, (N,); a lease: `arrive` waits for the rows, which stay as long as it lives.
 
         Raises:
-            CacheFullError: the rows of this batch and of those before it do not fit; nothing has changed.
+            CacheFullError: here or in the lease's `settle`: the rows of this batch and of those before it do not fit;
+                nothing has changed.
         """
         self._clock += 1
         guard = min(self._live, default=self._clock)
-        flat = np.ascontiguousarray(rows.reshape(-1).cpu().numpy())
-        admission = self.slots.admit(flat, self._clock, guard)
-        if len(admission.new_rows):
-            self._moves.start(admission)
-        found = torch.from_numpy(admission.slots).to(rows.device).view(rows.shape)
-        # Rows that have slots already may be on their way for another batch: all moves so far are waited for.
-        return found, RowLease(self._live, self._clock, self._moves.arrival(), admission.slots)
+        found = self.cache.admit(rows.reshape(-1), self._clock, guard)
+        return found.slots.view(rows.shape), RowLease(self._live, self._clock, found)
 
     def begin_pass(self, keys: Mapping[str, NDArray[np.int64]]) -> PassMove:
         """Give the rows of a pass slots: write changed rows that leave, then read those that are missing, by address.
@@ -211,11 +196,7 @@ class CachedStorage(Storage):
         guard = min(self._live, default=self._clock)
         moved = PassMove()
         for name, own in keys.items():
-            region = self.regions[name]
-            admission = self.slots.admit(own + region.first_row, self._clock, guard)
-            moved = moved.plus(len(own), admission)
-            self._moves.start(admission)
-            self.finish_moves()
+            moved += self.cache.load(own + self.regions[name].first_row, self._clock, guard)
         return moved
 
     def copies(self, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -251,7 +232,7 @@ class CachedStorage(Storage):
 
     def finish_moves(self) -> None:
         """Wait until no row is on its way."""
-        self._moves.finish()
+        self.cache.finish()
 
     def _group(self, index: int) -> SlotGroup:
         """Return the tables of a rule as moves see them."""
@@ -267,9 +248,8 @@ class CachedStorage(Storage):
         """Let rows of a table begin as `fill(weight (K, D), keys (K,))` makes them; before the first lookup."""
         self._below[name].fill = fill
         self.finish_moves()
-        self.slots.clear(self.regions[name])
-        if name not in self.tiers:
-            self._fill_whole(name)
+        self.cache.clear(self.regions[name])
+        self._fill(name)
 
     def _segment(self, name: str) -> tuple[int, RuleRange]:
         return next((i, one) for i, one in enumerate(self.rule_ranges) if name in one.tables)
@@ -292,26 +272,15 @@ class CachedStorage(Storage):
 
     def _updating(self, rows: Tensor) -> ExitStack:
         if self.changed is not None:
-            self.changed.mark(self._moves.row_ids[rows.to(torch.int64)])
-        if not self._is_staged:
-            self.slots.mark_dirty(rows.numpy())
-            return ExitStack()
-        # The host does not read which rows a device moves: all of the batch in the tables that move may be.
-        moving = self.waiting_tables()
-        for lease in self._leases:
-            if len(moving) == len(self.tables):
-                self.slots.mark_dirty(lease.slots)
-                continue
-            for name in moving:
-                inside = (lease.slots >= self.bases[name]) & (lease.slots < self.bases[name] + self.room[name])
-                self.slots.mark_dirty(lease.slots[inside])
+            self.changed.mark(self.cache.row_ids[rows.to(torch.int64)])
+        self.cache.mark_updated(rows, self._leases, [self.regions[name] for name in self.waiting_tables()])
         return ExitStack()
 
     def _sort_ahead(self, rows: Tensor) -> None:
         """Leave it to the step, which sorts by row id, not by slot."""
 
     def _row_ids(self, slots: Tensor) -> Tensor:
-        return self._moves.row_ids[slots.to(torch.int64)].to(slots.dtype)
+        return self.cache.row_ids[slots.to(torch.int64)].to(slots.dtype)
 
     def _entries(self) -> Entries:
         """Return all entries that wait, on a GPU by rising row id: how it rounds a sum depends on that order."""
@@ -328,7 +297,7 @@ class CachedStorage(Storage):
             by_row = replace(entries, rows=self._row_ids(entries.rows))
             return norm_squared(by_row, self.dim, num_rows=self.key_null, scratch=self._norm_scratch)
         rows, sums = self.summed_gradients()
-        order = torch.argsort(self._moves.row_ids[rows])
+        order = torch.argsort(self.cache.row_ids[rows])
         norm: Tensor = torch.linalg.vector_norm(sums[order], dtype=torch.float64)
         return norm.square()
 
@@ -340,7 +309,7 @@ class CachedStorage(Storage):
         self._leases.clear()
 
     def _names(self, start: int, stop: int, table: str) -> tuple[Tensor, int]:
-        return self._moves.row_ids[start:stop], self.key_bases[table]
+        return self.cache.row_ids[start:stop], self.key_bases[table]
 
     # Content ----------------------------------------------------------------------------------------------------
 
@@ -476,7 +445,7 @@ class CachedStorage(Storage):
 
     def _rows_of(self, name: str, keys: NDArray[np.int64]) -> NDArray[np.uint8]:
         """Return rows of distinct keys of a table out of their slots and tier, while nothing moves."""
-        slots = self.slots.slot_of[keys + self.regions[name].first_row].astype(np.int64) - 1
+        slots = self.cache.places(keys + self.regions[name].first_row)
         rows, there = self.layouts[name].empty(len(keys)), slots >= 0
         if not there.all():
             rest = self.layouts[name].zeros(int((~there).sum()))
@@ -493,12 +462,13 @@ class CachedStorage(Storage):
         stop = first + len(rows)
         if self.changed is not None:
             self.changed.mark_range(region.first_row + first, region.first_row + stop)
-        resident, slots = self.slots.resident(region.first_row + first, region.first_row + stop)
+        slots = self.cache.places(np.arange(region.first_row + first, region.first_row + stop))
+        there = slots >= 0
         if name in self.tiers:
             self.tiers[name].put(np.arange(first, stop), rows)
-        if len(slots):
-            self._unpack(name, slots, rows[resident - region.first_row - first])
-            self.slots.dirty[slots] = name not in self.tiers
+        if there.any():
+            self._unpack(name, slots[there], rows[there])
+            self.cache.set_dirty(slots[there], name not in self.tiers)
 
     def reset_table_state(self, name: str) -> None:
         """Put a table's optimizer state back to its beginning."""
@@ -521,13 +491,18 @@ class CachedStorage(Storage):
 
     def tier_stats(self) -> dict[str, TierStats]:
         """Return what was counted: "memory", the cache, and by name of the tiers below it."""
-        found: dict[str, TierStats] = {"memory": TierStats(hits=self.slots.hits, misses=self.slots.misses)}
+        hits, misses = self.cache.hits_and_misses()
+        found: dict[str, TierStats] = {"memory": TierStats(hits=hits, misses=misses)}
         for tier in self.tiers.values():
             below: Tier | None = tier
             while below is not None:
                 stats = below.stats()
                 found[below.name] = found[below.name].plus(stats) if below.name in found else stats
                 below = below.below if isinstance(below, HostCacheTier) else None
+        moved = self.cache.moved()
+        if moved.rows_read or moved.rows_written:
+            name = next(iter(self.tiers.values())).name
+            found[name] = found[name].plus(moved)
         return found
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
@@ -535,6 +510,16 @@ class CachedStorage(Storage):
             raise ConfigError("a cache of tables stays on its device", value=str(self.weight.device),
                               fix="build the collection with device=")  # fmt: skip
         return super()._apply(fn, recurse)
+
+
+def mapped_tiers(streams: TransferStreams) -> MakeTier:
+    """Return what opens host memory for each table that kernels of a device reach."""
+
+    def make(table: TableConfig, layout: RowLayout) -> Tier:
+        memory = streams.mapped_memory(table.num_rows * layout.row_bytes)
+        return ArrayTier(layout, table.num_rows, memory=memory)
+
+    return make
 
 
 def host_tiers(folder: Path | None, host_rows: Mapping[str, int]) -> MakeTier:

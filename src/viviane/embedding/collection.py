@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from viviane.batch import Batch
 from viviane.config.optimizers import AnyOptimizer
 from viviane.core.device import resolve_device
 from viviane.core.errors import ConfigError, DataError, VivianeError, suggest
@@ -38,6 +39,7 @@ from viviane.embedding.lookup import (
     arrive,
     gather,
     place_features,
+    settle,
     whole_table,
 )
 from viviane.embedding.operators import new_number
@@ -228,7 +230,11 @@ class EmbeddingCollection(LocalCollection):
         """Take what was resolved ahead, or resolve now; then rows of batches whose turn comes later may have to go."""
         kept = self._ahead.pop(id(batch), None)
         if kept is not None:
-            return kept[1]
+            try:
+                settle(kept[1][1])
+                return kept[1]
+            except CacheFullError:  # rows of batches before it were in use when it was announced
+                del kept
         try:
             return self.resolve(batch, training)
         except CacheFullError:
@@ -253,21 +259,34 @@ class EmbeddingCollection(LocalCollection):
 
         Args:
             batch: what will be looked up.
-            host: the same keys in host memory, where `batch` is on a GPU: the host gives its rows slots.
+            host: the same keys in host memory, where `batch` is on a GPU and `plans_on_host` holds.
 
         Returns:
             False where that is not possible: its lookup has the reason, or it is too early, since rows of other batches
             fill the cache.
         """
         try:
-            self._ahead[id(batch)] = batch, self._resolve_on_host(batch if host is None else host)
+            if self.plans_on_host:
+                found = self._resolve_on_host(batch if host is None else host)
+            else:
+                if isinstance(batch, Batch):
+                    batch.wait()
+                found = self.resolve(batch, training=True, ahead=True)
+            self._ahead[id(batch)] = batch, found
         except (VivianeError, IndexError):
             return False
         return True
 
+    @property
+    def plans_on_host(self) -> bool:
+        """Whether the host gives rows slots, by keys in host memory; otherwise the device does."""
+        return self.device.type == "cpu" or any(
+            isinstance(one, CachedStorage) and one.plans_on_host for one in self.all_storages()
+        )
+
     def _resolve_on_host(self, batch: AnyKeys) -> Resolved:
         """Resolve keys in host memory for a lookup on the collection's device."""
-        size, parts, masks = self.resolve(batch, training=True, where=torch.device("cpu"))
+        size, parts, masks = self.resolve(batch, training=True, where=torch.device("cpu"), ahead=True)
         there = {name: sent(mask, self.device) for name, mask in masks.items()}
         return size, [part.to(self.device) for part in parts], there
 
@@ -279,17 +298,20 @@ class EmbeddingCollection(LocalCollection):
         """Let go of batches that were resolved ahead and not looked up."""
         self._ahead.clear()
 
-    def resolve(self, batch: AnyKeys, training: bool, where: torch.device | None = None) -> Resolved:
+    def resolve(
+        self, batch: AnyKeys, training: bool, where: torch.device | None = None, *, ahead: bool = False
+    ) -> Resolved:
         """Find the rows of a batch's keys: rows of the batch, lookups, and the masks of "concat" features.
 
         Args:
             where: the device of the keys, which computes; None: the collection's.
+            ahead: the lookup comes later, and may then find that its rows do not fit.
         """
         if self._violations.num_lookups >= _MOST_UNCHECKED:
             self.check()
         device = where or self.device
         keys = read_keys(batch, self.features, device, self._violations)
-        parts, masks = self._plan(keys.one_hot_names, device).parts(keys, self._frozen, training)
+        parts, masks = self._plan(keys.one_hot_names, device).parts(keys, self._frozen, training, ahead)
         return keys.size, parts, masks
 
     def settle_rows(self) -> None:

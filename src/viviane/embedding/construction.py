@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ import torch
 from viviane.config.optimizers import AnyOptimizer
 from viviane.core.errors import ConfigError
 from viviane.embedding.cache_sizes import CacheSettings, host_rows_of_tables, slots_of_tables
-from viviane.embedding.cached_storage import CachedStorage, file_tiers, host_tiers
+from viviane.embedding.cached_storage import CachedStorage, file_tiers, host_tiers, mapped_tiers
 from viviane.embedding.config import TableConfig
 from viviane.embedding.dynamic_config import AnyTable, DynamicTableConfig
 from viviane.embedding.dynamic_storage import DynamicStorage
@@ -36,22 +37,40 @@ def make_storages(
                 fix="bound it by max_capacity and when_full='evict', and leave it out of embedding_memory",
             )  # fmt: skip
     slots = {} if cache is None else slots_of_tables(plain, optimizer, cache)
-    if cache is None:
-        make_tier = None
-    elif transfer_streams(device) is None:
-        make_tier = file_tiers(cache.folder)
-    else:
-        make_tier = host_tiers(cache.folder, host_rows_of_tables(plain, optimizer, cache, slots))
+    host_rows: dict[str, int] = {}
+    if cache is not None and transfer_streams(device) is not None:
+        host_rows = host_rows_of_tables(plain, optimizer, cache, slots)
     for kind in dict.fromkeys((table.dim, table.dtype) for table in plain):
         own = [table for table in plain if (table.dim, table.dtype) == kind]
-        if make_tier is None or all(slots[table.name] == table.num_rows for table in own):
+        if cache is None or all(slots[table.name] == table.num_rows for table in own):
             yield Storage(own, optimizer, device, seed)
         else:
-            streams = transfer_streams(device)
-            yield CachedStorage(own, optimizer, device, seed, num_slots=slots, make_tier=make_tier, streams=streams)
+            yield _cached(own, optimizer, device, seed, slots, host_rows, cache.folder)
     for table in tables:
         if isinstance(table, DynamicTableConfig):
             yield DynamicStorage(table, optimizer, device, seed)
+
+
+def _cached(
+    tables: Sequence[TableConfig],
+    optimizer: AnyOptimizer,
+    device: torch.device,
+    seed: int,
+    slots: Mapping[str, int],
+    host_rows: Mapping[str, int],
+    folder: Path | None,
+) -> CachedStorage:
+    """Make a storage in tiers; a device that reaches all of its rows in host memory moves them itself."""
+    streams = transfer_streams(device)
+    tiered = [one for one in tables if slots[one.name] < one.num_rows]
+    make_tier = file_tiers(folder) if streams is None else host_tiers(folder, host_rows)
+    on_device = streams is not None and streams.maps_memory and all(host_rows[t.name] >= t.num_rows for t in tiered)
+    if on_device:
+        assert streams is not None
+        make_tier = mapped_tiers(streams)
+    return CachedStorage(
+        tables, optimizer, device, seed, num_slots=slots, make_tier=make_tier, streams=streams, plan_on_device=on_device
+    )
 
 
 def transfer_streams(device: torch.device) -> TransferStreams | None:

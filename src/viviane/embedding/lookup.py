@@ -47,10 +47,13 @@ from viviane.embedding.table_storage import TableStorage
 from viviane.ops.key_rows import MOST_BAGS
 
 
-def admitted(parts: Sequence[StorageLookup], training: bool) -> list[StorageLookup]:
+def admitted(parts: Sequence[StorageLookup], training: bool, ahead: bool) -> list[StorageLookup]:
     """Return lookups whose rows are slots where their storage is a cache; rows of one storage get slots together.
 
     Rows of a lookup that trains nothing are copied aside where they do not fit.
+
+    Args:
+        ahead: the lookup comes later, and `settle` says then whether the rows fit.
 
     Raises:
         CacheFullError: rows that will be trained do not fit.
@@ -66,13 +69,27 @@ def admitted(parts: Sequence[StorageLookup], training: bool) -> list[StorageLook
         aside, lease = None, None
         try:
             slots, lease = storage.admit(joined)
+            if not ahead:
+                lease.settle()
         except CacheFullError:
             if training:
                 raise
+            lease = None
             aside, slots = storage.copies(joined)
         for i, own in zip(places, torch.split(slots, [len(one) for one in rows]), strict=True):
             found[i] = replace(parts[i], rows=own.view(parts[i].rows.shape), lease=lease, aside=aside)
     return found
+
+
+def settle(parts: Sequence[StorageLookup]) -> None:
+    """Return when it is known that rows that were given slots ahead have them.
+
+    Raises:
+        CacheFullError: they have none.
+    """
+    for part in parts:
+        if part.lease is not None:
+            part.lease.settle()
 
 
 def arrive(parts: Sequence[StorageLookup]) -> None:
@@ -341,13 +358,14 @@ class LookupPlan:
     dynamic: tuple[DynamicPlan, ...]
 
     def parts(
-        self, keys: Keys, frozen: frozenset[str], training: bool
+        self, keys: Keys, frozen: frozenset[str], training: bool, ahead: bool = False
     ) -> tuple[list[StorageLookup], dict[str, Tensor]]:
         """Resolve a batch: its parts, and the masks of "concat" features.
 
         Args:
             frozen: tables that do not move.
             training: whether dynamic tables that move may take new keys in.
+            ahead: see `admitted`.
         """
         row_buffers = self._row_buffers(keys)
         parts = [
@@ -370,7 +388,7 @@ class LookupPlan:
             bag = keys.bags[one.feature.name]
             part, masks[one.feature.name] = one.concat(bag, one.rows(keys, found), frozen, keys.origin)
             parts.append(part)
-        return admitted(parts, training), masks
+        return admitted(parts, training, ahead), masks
 
     def _row_buffers(self, keys: Keys) -> dict[int, tuple[Tensor, Tensor]]:
         """Return by storage where its rows go, those of bags right behind the others: a sort wants them as one list."""

@@ -1,12 +1,31 @@
-"""A lease: rows of a batch stay in a cache until its step is over or nothing refers to the batch any more."""
+"""The slots of a batch, and a lease: its rows stay in a cache until its step is over or nothing refers to it."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Admitted:
+    """The slots of a batch.
+
+    Args:
+        slots: (N,), of the type of the rows.
+        arrive: lets lookups wait for the rows.
+        settle: returns when it is known whether all rows got slots; raises CacheFullError where they did not.
+        host_slots: (N,), the same in host memory; None: the host does not know them.
+    """
+
+    slots: Tensor
+    arrive: Callable[[], None]
+    settle: Callable[[], None]
+    host_slots: NDArray[Any] | None = None
 
 
 class RowLease:
@@ -15,23 +34,21 @@ class RowLease:
     Args:
         live: stamps in use and how many leases each has.
         stamp: of the batch.
-        arrive: waits for its rows.
-        slots: (N,), that the batch was given.
+        batch: its slots.
 
     Example:
-        >>> live = {}
-        >>> lease = RowLease(live, 7, lambda: None, np.zeros(1, np.int64))
+        >>> import torch
+        >>> live, batch = {}, Admitted(torch.zeros(1), lambda: None, lambda: None)
+        >>> lease = RowLease(live, 7, batch)
         >>> live, lease.is_live
         ({7: 1}, True)
         >>> lease.end(); live, lease.is_live
         ({}, False)
     """
 
-    def __init__(
-        self, live: dict[int, int], stamp: int, arrive: Callable[[], None], slots: NDArray[np.integer]
-    ) -> None:
+    def __init__(self, live: dict[int, int], stamp: int, batch: Admitted) -> None:
         live[stamp] = live.get(stamp, 0) + 1
-        self.stamp, self.arrive, self.slots = stamp, arrive, slots
+        self.stamp, self.arrive, self.settle, self.host_slots = stamp, batch.arrive, batch.settle, batch.host_slots
         self._end = weakref.finalize(self, _end_lease, live, stamp)
         self._end.atexit = False
 

@@ -68,6 +68,23 @@ class TierRows:
             column[:] = np.full(column.shape[1] // 4, value, np.float32).view(np.uint8)
         return rows
 
+    def beginning_on(self, device: torch.device, first: int, stop: int) -> Tensor:
+        """Return rows first <= row < stop as they are before the first step, (n, row_bytes), uint8, on a device."""
+        if self.fill is not None:
+            return torch.from_numpy(self.beginning(np.arange(first, stop))).to(device)
+        rows = torch.zeros(stop - first, self._layout.row_bytes, dtype=torch.uint8, device=device)
+        weight = torch.empty(stop - first, self._table.dim, dtype=self._table.torch_dtype, device=device)
+        fill_keys(weight, torch.arange(first, stop, device=device), self._table, self._seed)
+        self._column(rows, "weight")[:] = weight.view(torch.uint8)
+        for state, value in self._state.items():
+            column = self._column(rows, state)
+            column[:] = torch.full((column.shape[1] // 4,), value, device=device).view(torch.uint8)
+        return rows
+
+    def _column(self, rows: Tensor, name: str) -> Tensor:
+        start = self._layout.offsets[name]
+        return rows[:, start : start + self._layout[name].num_bytes]
+
     def _fill(self, keys: NDArray[np.int64], rows: NDArray[np.uint8]) -> None:
         weight = torch.empty(len(keys), self._table.dim, dtype=self._table.torch_dtype)
         fill_keys(weight, torch.from_numpy(keys), self._table, self._seed)

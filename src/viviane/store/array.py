@@ -32,6 +32,10 @@ class ArrayTier:
         layout: of the rows.
         num_ids: ids lie below this.
         name: in messages.
+        memory: (num_ids * row_bytes,), uint8, zeros, that others may read and write between calls; None: its own.
+
+    Attributes:
+        memory: (num_ids, row_bytes), the rows.
 
     Example:
         >>> from viviane.store.row_layout import Column
@@ -42,11 +46,14 @@ class ArrayTier:
         ([True, False], [8, 0], 2)
     """
 
-    def __init__(self, layout: RowLayout, num_ids: int, *, name: str = "host") -> None:
+    def __init__(
+        self, layout: RowLayout, num_ids: int, *, name: str = "host", memory: torch.Tensor | None = None
+    ) -> None:
         if num_ids < 1:
             raise ConfigError("an array tier needs at least one id", value=num_ids)
         self.name, self.layout, self.num_ids = name, layout, num_ids
-        self._memory = reserved(num_ids * layout.row_bytes, torch.uint8).numpy().reshape(num_ids, -1)
+        memory = reserved(num_ids * layout.row_bytes, torch.uint8) if memory is None else memory
+        self.memory: Rows = memory.numpy().reshape(num_ids, layout.row_bytes)
         self._present = reserved(num_ids, torch.bool).numpy()
         self._counter = StatsCounter(layout.row_bytes)
         self._lock = threading.RLock()
@@ -75,7 +82,7 @@ class ArrayTier:
             found = self._known(keys)
             places = keys if found.all() else np.where(found, keys, -1)
             parts = self._shares(keys)
-            run_all([partial(gather_rows, self._memory, places[low:high], out[low:high]) for low, high in parts])
+            run_all([partial(gather_rows, self.memory, places[low:high], out[low:high]) for low, high in parts])
             hits = int(np.count_nonzero(found))
             count(hits=hits, misses=len(keys) - hits)
         return found
@@ -97,8 +104,13 @@ class ArrayTier:
             self._check_open()
             # Of a repeated key the last row counts, which threads would not know.
             parts = self._shares(keys) if bool((keys[1:] > keys[:-1]).all()) else [(0, len(keys))]
-            run_all([partial(copy_to_rows, self._memory, keys[low:high], rows[low:high]) for low, high in parts])
+            run_all([partial(copy_to_rows, self.memory, keys[low:high], rows[low:high]) for low, high in parts])
             self._present[keys] = True
+
+    def note_written(self, first: int, stop: int) -> None:
+        """Note that ids first <= id < stop have rows, which were written to `memory`."""
+        with self._lock:
+            self._present[first:stop] = True
 
     def erase(self, keys: Keys) -> int:
         """Remove keys and return how many were there."""
@@ -116,7 +128,7 @@ class ArrayTier:
             with self._lock:
                 self._check_open()
                 keys = np.flatnonzero(self._present[start : start + batch_rows]) + start
-                rows = self._memory[keys]
+                rows = self.memory[keys]
             if len(keys):
                 yield keys, rows
 
@@ -136,5 +148,5 @@ class ArrayTier:
         """Let go of the memory."""
         with self._lock:
             self._is_open = False
-            self._memory = np.empty((0, self.layout.row_bytes), np.uint8)
+            self.memory = np.empty((0, self.layout.row_bytes), np.uint8)
             self._present = np.empty(0, np.bool_)

@@ -7,11 +7,14 @@ With `ThreadStreams` the "device" is another part of host memory, so that the co
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal, Protocol, cast
+from functools import partial
+from typing import Any, Literal, Protocol, cast
 
 import torch
 from torch import Tensor
 
+from viviane.core.errors import StoreError
+from viviane.ops.hash_table import reserved
 from viviane.store.row_mover import RowMover
 
 StreamName = Literal["in", "out"]
@@ -28,6 +31,8 @@ class TransferStreams(Protocol):
     """Two streams for copies, next to that of the caller, which computes."""
 
     device: torch.device
+    maps_memory: bool
+    """Whether kernels of the device can read and write `mapped_memory`."""
 
     def now(self) -> Moment:
         """Return the end of all work that the caller's stream was given so far."""
@@ -40,6 +45,13 @@ class TransferStreams(Protocol):
 
     def host_memory(self, num_bytes: int) -> Tensor:
         """Return bytes of host memory that copies of the device read and write without the host."""
+
+    def mapped_memory(self, num_bytes: int) -> Tensor:
+        """Return bytes of host memory, zeros, that kernels of the device read and write in place.
+
+        Raises:
+            StoreError: the driver refuses.
+        """
 
     def share(self, tensor: Tensor) -> None:
         """Say that both streams use a tensor of the caller's stream, whose memory must outlive their work."""
@@ -73,6 +85,7 @@ class ThreadStreams:
     """
 
     device = torch.device("cpu")
+    maps_memory = False
 
     def __init__(self) -> None:
         self._threads = {name: RowMover(f"stream {name}") for name in ("in", "out")}
@@ -99,6 +112,10 @@ class ThreadStreams:
         """Return bytes of ordinary memory."""
         return torch.empty(num_bytes, dtype=torch.uint8)
 
+    def mapped_memory(self, num_bytes: int) -> Tensor:
+        """Return bytes of ordinary memory."""
+        return reserved(num_bytes, torch.uint8)
+
     def share(self, tensor: Tensor) -> None:
         """Do nothing: jobs hold the tensors that they use."""
 
@@ -106,6 +123,18 @@ class ThreadStreams:
         """Return when both threads have done all their work."""
         for thread in self._threads.values():
             thread.wait()
+
+
+_MAPPED = 2  # cudaHostRegisterMapped
+
+
+def _unregister(device: torch.device, addresses: list[int]) -> None:
+    """Let memory at an address go, once no kernel uses it."""
+    with torch.cuda.device(device):
+        torch.cuda.synchronize()
+        driver: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        for address in addresses:
+            driver.cudaHostUnregister(address)
 
 
 class _Event:
@@ -126,9 +155,13 @@ class DeviceStreams:
         device: the GPU.
     """
 
+    maps_memory = True
+
     def __init__(self, device: torch.device) -> None:
         self.device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
-        self._streams = {name: torch.cuda.Stream(self.device) for name in ("in", "out")}  # type: ignore[no-untyped-call]
+        # Urgent: a few programs that keep the link at work go before the many of the step that waits for them.
+        streams = (torch.cuda.Stream(self.device, priority=-1) for _ in range(2))  # type: ignore[no-untyped-call]
+        self._streams = dict(zip(("in", "out"), streams, strict=True))
 
     def now(self) -> Moment:
         """Return the end of all work that the caller's current stream was given so far."""
@@ -150,6 +183,22 @@ class DeviceStreams:
     def host_memory(self, num_bytes: int) -> Tensor:
         """Return bytes of page-locked memory."""
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def mapped_memory(self, num_bytes: int) -> Tensor:
+        """Return bytes of page-locked memory in large pages, which the driver maps at the same addresses."""
+        locked: list[int] = []
+        memory = reserved(num_bytes, torch.uint8, partial(_unregister, self.device, locked))
+        driver: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        with torch.cuda.device(self.device):
+            torch.cuda.init()  # type: ignore[no-untyped-call]
+            status = int(driver.cudaHostRegister(memory.data_ptr(), num_bytes, _MAPPED))
+        if status:
+            raise StoreError(
+                "the GPU's driver cannot lock host memory", value=f"{num_bytes:,} bytes, error {status}",
+                fix="lower embedding_host_memory",
+            )  # fmt: skip
+        locked.append(memory.data_ptr())
+        return memory
 
     def share(self, tensor: Tensor) -> None:
         """Let torch's allocator wait for both streams before it gives the tensor's memory away."""

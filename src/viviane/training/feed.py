@@ -172,7 +172,7 @@ class DeviceFeed:
         reader = self.reader
         if not isinstance(reader, Reader):
             return ((Run.one(batch), 0, batch.origin) for batch in reader)
-        if self._ahead is not None and self._shuffle_device is not None:
+        if self._needs_host and self._shuffle_device is not None:
             # Rows of tables are fetched by keys that the host knows: it shuffles, and the batches are the same.
             if self._shuffle_on == "device":
                 _log.info("rows are shuffled by the host, not by the GPU: tables in tiers need their keys there")
@@ -184,6 +184,12 @@ class DeviceFeed:
         """What batches are announced to, if it fetches rows."""
         ahead = self.look_ahead
         return ahead if ahead is not None and ahead.is_needed else None
+
+    @property
+    def _needs_host(self) -> bool:
+        """Whether keys in host memory are needed before their batch is on the device."""
+        ahead = self._ahead
+        return ahead is not None and ahead.needs_host
 
     @property
     def _only_copies(self) -> bool:
@@ -284,7 +290,7 @@ class DeviceFeed:
         with time_range("to device"):
             waiting = copies.start(pending, place)
         run, number, origin = pending
-        return waiting if self._ahead is None else replace(waiting, host=run.batch(number, origin))
+        return replace(waiting, host=run.batch(number, origin)) if self._needs_host else waiting
 
     def state(self) -> dict[str, Any]:
         """Return the reader's position after the batches that were yielded."""

@@ -32,12 +32,17 @@ class LookAhead:
         """Whether a collection can prefetch rows; those of several processes cannot."""
         return bool(self._collections)
 
+    @property
+    def needs_host(self) -> bool:
+        """Whether batches on a GPU are announced with the same keys in host memory."""
+        return any(one.plans_on_host for one in self._collections)
+
     def announce(self, batch: Batch, host: Batch | None = None) -> bool:
         """Start fetching a batch's rows; return False if it is too early, also for later batches.
 
         Args:
             batch: what the module will be called with.
-            host: the same batch in host memory, where `batch` is on a GPU.
+            host: the same batch in host memory, where `batch` is on a GPU and `needs_host` holds.
         """
         return all(one.resolve_ahead(batch, host) for one in self._collections)
 

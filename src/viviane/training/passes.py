@@ -16,9 +16,9 @@ from viviane.core.logging import get_logger
 from viviane.data import DataPasses
 from viviane.data.key_sets import KeySets
 from viviane.embedding import CachedStorage, TableCollection, TableConfig
-from viviane.embedding.cached_storage import PassMove
 from viviane.embedding.keys import rows_of_keys
 from viviane.embedding.module_parts import collections_of
+from viviane.embedding.slot_cache import PassMove
 from viviane.training.checkpoint.table_parts import parts_of
 from viviane.training.feed import DeviceFeed
 from viviane.training.look_ahead import LookAhead

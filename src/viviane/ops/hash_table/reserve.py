@@ -6,6 +6,8 @@ import contextlib
 import mmap
 import os
 import sys
+import weakref
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -19,10 +21,15 @@ _SMALL_BYTES = 4 << 20  # this much of a table lies in ordinary pages: small tab
 MOST_ROWS = 2**31 - 2
 
 
-def reserved(count: int, dtype: torch.dtype) -> Tensor:
+def reserved(count: int, dtype: torch.dtype, when_released: Callable[[], object] | None = None) -> Tensor:
     """Return a vector of zeros on the CPU whose pages take memory only once they are written.
 
     Views of it stay where they are while more of it comes into use, so that tables grow without copying a row.
+
+    Args:
+        count: its length.
+        dtype: of its numbers.
+        when_released: is called when the last view of it is gone, before the system gets the memory back.
 
     Raises:
         VivianeError: the system refuses this many addresses.
@@ -47,6 +54,8 @@ def reserved(count: int, dtype: torch.dtype) -> Tensor:
         # Random rows miss the processor's page tables less often. A wish: a kernel without huge pages refuses it.
         with contextlib.suppress(OSError):
             memory.madvise(mmap.MADV_HUGEPAGE, _SMALL_BYTES, num_bytes - _SMALL_BYTES)
+    if when_released is not None:
+        weakref.finalize(memory, when_released).atexit = False
     return torch.frombuffer(memory, dtype=dtype)[:count]
 
 

@@ -1,0 +1,239 @@
+"""Which rows of tables have slots on a device, planned by the device; rows move straight to and from host memory.
+
+Shapes: T tables, R rows of all of them, S slots, N entries of a batch, M rows of a batch that have no slot.
+
+contract    `admit` gives every row of a batch a slot: rows that have none take free slots, then those of rows that no
+            batch in use needs, the longest unused first. `swap` writes rows that lost their slots to host memory and
+            reads those that got them, in the order of addresses. The host reads no count before it launches.
+reference   `reference.py`, plain torch
+gpu         `gpu.py`, Triton
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from viviane.ops.dispatch import kernels_serve, load
+
+__all__ = [
+    "FREE",
+    "HALF_LIFE",
+    "HEAT",
+    "NUM_AGES",
+    "OLDEST",
+    "HostRows",
+    "RowColumn",
+    "SlotPlan",
+    "SlotRange",
+    "SlotTable",
+]
+
+NUM_AGES: Final = 256
+"""Classes of slots: 0 in use; 1 to 254, the less and the longer ago a row was used; 255 free."""
+FREE: Final = NUM_AGES - 1
+OLDEST: Final = NUM_AGES - 2
+HEAT: Final = 512
+"""What a batch that uses a row adds to the heat of its slot, which a half-life without use halves."""
+HALF_LIFE: Final = 512
+"""In batches. A row that every batch uses comes to 740 times `HEAT`, which 32 bits hold."""
+_ROWS_OF_BLOCK: Final = 32_768
+_SLOTS_OF_BLOCK: Final = 4096
+_PART_WORDS: Final = 512
+
+
+@dataclass(frozen=True)
+class SlotRange:
+    """A table: its rows and the slots that they share.
+
+    Args:
+        first_row, num_rows: rows of tables follow one another from 0.
+        first_slot, num_slots: slots of tables, too.
+    """
+
+    first_row: int
+    num_rows: int
+    first_slot: int
+    num_slots: int
+
+
+@dataclass(frozen=True)
+class SlotPlan:
+    """What a batch changes; valid until the next `admit` of the same table.
+
+    Args:
+        new_rows, new_slots: (C,), of which the first M are set: rows that got slots, rising, and these.
+        old_rows: (C,), rows that had these slots, rising within a table behind -1 for slots that were free.
+        is_dirty: (C,), uint8: whether the old row was changed since it was read.
+        sources, targets: (C,), int64: room for addresses.
+        starts: (T + 1,), int64: where each table's rows begin among the first M.
+        report: (2 + 2 T,), int64: 1 if all rows got slots, else 0 and nothing has changed; M; of each table how many
+            of its rows had no slot, then how many of its slots are in use.
+    """
+
+    new_rows: Tensor
+    new_slots: Tensor
+    old_rows: Tensor
+    is_dirty: Tensor
+    sources: Tensor
+    targets: Tensor
+    starts: Tensor
+    report: Tensor
+
+
+@dataclass(frozen=True)
+class RowColumn:
+    """Part of a row that lies in slots of its own.
+
+    Args:
+        slots: (S', width), of 32-bit numbers, contiguous; or (S',).
+        offset: of the part in a row of host memory, in 32-bit words.
+    """
+
+    slots: Tensor
+    offset: int
+
+    @property
+    def width(self) -> int:
+        """Words of a row."""
+        return self.slots.shape[1] if self.slots.dim() == 2 else 1
+
+
+class HostRows:
+    """Rows of neighbouring tables in host memory, which have one layout.
+
+    Args:
+        first_table: the first of the tables.
+        memory: of each table its rows, (num_rows, words), int32, which the device's kernels can read and write; None: a
+            table whose rows all have slots.
+        columns: of a row.
+        first_slot: the slot of the columns' first row.
+    """
+
+    def __init__(
+        self, first_table: int, memory: Sequence[Tensor | None], columns: Sequence[RowColumn], first_slot: int
+    ) -> None:
+        self.first_table, self.last_table = first_table, first_table + len(memory)
+        self.memory, self.columns, self.first_slot = list(memory), list(columns), first_slot
+        self.row_words = max((one.shape[1] for one in memory if one is not None), default=0)
+        device = columns[0].slots.device
+        self.addresses = torch.tensor([0 if one is None else one.data_ptr() for one in memory]).to(device)
+        parts = [
+            (one.slots.data_ptr() + 4 * low, one.width, one.offset + low, min(_PART_WORDS, one.width - low))
+            for one in columns
+            for low in range(0, one.width, _PART_WORDS)
+        ]
+        self.parts = torch.tensor(parts, dtype=torch.int64).to(device)
+        """(C, 4): the columns in parts: address, distance of rows, offset in a row of host memory, width, in words."""
+        self.widest = max(width for _, _, _, width in parts)
+        places = [*(address for address, _, _, _ in parts), *(4 * n for part in parts for n in part[1:3])]
+        found = [one.data_ptr() for one in memory if one is not None]
+        self.aligned = math.gcd(16, 4 * self.row_words, *places, *found)
+        """A power of two, at most 16, that divides the addresses of all parts of rows."""
+        self.moved = torch.zeros(2, dtype=torch.int64, device=device)
+        """Rows read from host memory, and rows written to it."""
+
+
+class SlotTable:
+    """The slots of several tables and what they hold; all of it lies on one device, and calls follow one another there.
+
+    Memory: 4.25 bytes for each row of the tables, 17 bytes for each slot, and 48 bytes for each entry of a batch.
+
+    Args:
+        ranges: the tables.
+        pinned: rows behind those of all tables that always have a slot, behind all slots.
+        device: of the slots.
+
+    Attributes:
+        slot_of: (R + pinned,), int32: of each row its slot + 1, or 0.
+        owner: (S + pinned,), int64: of each slot its row, or -1.
+        used: (S + pinned,), int32: the stamp of the last batch that used a slot.
+        heat: (S + pinned,), int32: how often, and how lately, batches used it.
+        dirty: (S + pinned,), uint8: whether a row was changed since it was read.
+        counts: (2,), int64: entries that were looked up, and those whose row had no slot.
+
+    Example:
+        >>> table = SlotTable([SlotRange(0, 100, 0, 2)], pinned=1, device=torch.device("cpu"))
+        >>> slots = torch.empty(3, dtype=torch.int64)
+        >>> table.admit(torch.tensor([7, 9, 7]), slots, stamp=1, guard=1).report.tolist(), slots.tolist()
+        ([1, 2, 2, 0], [0, 1, 0])
+        >>> table.mark_dirty(torch.tensor([0]))
+        >>> plan = table.admit(torch.tensor([8, 9, 9]), slots, stamp=2, guard=2)
+        >>> slots.tolist(), plan.old_rows[:1].tolist(), plan.is_dirty[:1].tolist()
+        ([0, 1, 1], [7], [1])
+    """
+
+    def __init__(self, ranges: Sequence[SlotRange], *, pinned: int, device: torch.device) -> None:
+        self.ranges, self.device = list(ranges), device
+        self.num_rows = sum(one.num_rows for one in ranges)
+        self.num_slots = sum(one.num_slots for one in ranges)
+        every = self.num_slots + pinned
+        self.slot_of = torch.zeros(self.num_rows + pinned, dtype=torch.int32, device=device)
+        self.slot_of[self.num_rows :] = torch.arange(self.num_slots + 1, every + 1, dtype=torch.int32)
+        self.owner = torch.full((every,), -1, dtype=torch.int64, device=device)
+        self.owner[self.num_slots :] = torch.arange(self.num_rows, self.num_rows + pinned)
+        self.used = torch.zeros(every, dtype=torch.int32, device=device)
+        self.heat = torch.zeros_like(self.used)
+        self.dirty = torch.zeros(every, dtype=torch.uint8, device=device)
+        self.counts = torch.zeros(2, dtype=torch.int64, device=device)
+        self.report = torch.zeros(2 + 2 * len(self.ranges), dtype=torch.int64, device=device)
+        self.starts = torch.zeros(len(self.ranges) + 1, dtype=torch.int64, device=device)
+        self.row_blocks, self.first_row_blocks = _blocks([(r.first_row, r.num_rows) for r in ranges], _ROWS_OF_BLOCK)
+        self.slot_blocks, self.first_slot_blocks = _blocks(
+            [(r.first_slot, r.num_slots) for r in ranges], _SLOTS_OF_BLOCK
+        )
+        self.scratch: Any = None
+        """What kernels keep between calls."""
+        self._room = torch.empty(0, dtype=torch.int64, device=device)
+
+    def admit(self, rows: Tensor, slots: Tensor, *, stamp: int, guard: int) -> SlotPlan:
+        """Give the rows of a batch slots.
+
+        Args:
+            rows: (N,), int32 or int64, contiguous, repeated as they are.
+            slots: (N,), of the same type: the result; without meaning where the report says that rows got none.
+            stamp: of the batch; rises from call to call, from 1.
+            guard: slots used with this stamp or a later one are in use.
+        """
+        capacity = min(len(rows), self.num_slots)
+        if len(self._room) < 6 * capacity:
+            self._room = torch.empty(6 * capacity, dtype=torch.int64, device=self.device)
+        new_rows, new_slots, old_rows, sources, targets, last = self._room[: 6 * capacity].view(6, capacity)
+        is_dirty = last.view(torch.uint8)[:capacity]
+        plan = SlotPlan(new_rows, new_slots, old_rows, is_dirty, sources, targets, self.starts, self.report)
+        self._kernels().admit(self, rows, slots, stamp, guard, plan)
+        return plan
+
+    def swap(self, plan: SlotPlan, host: HostRows) -> None:
+        """Write changed rows that lost their slots to host memory, and read those that got them.
+
+        Args:
+            plan: of the last `admit`.
+            host: some of the tables.
+        """
+        if host.row_words:
+            self._kernels().swap(self, plan, host)
+
+    def mark_dirty(self, slots: Tensor) -> None:
+        """Note that rows in slots, (n,), were changed."""
+        if len(slots):
+            self._kernels().mark_dirty(self.dirty, slots)
+
+    def _kernels(self) -> ModuleType:
+        return load("slot_table", "gpu" if kernels_serve(self.device) else "reference")
+
+
+def _blocks(ranges: Sequence[tuple[int, int]], size: int) -> tuple[Tensor, Tensor]:
+    """Cut ranges into blocks: (B, 3), the range, the first number and how many; and each range's first block."""
+    blocks: list[tuple[int, int, int]] = []
+    firsts = []
+    for i, (first, count) in enumerate(ranges):
+        firsts.append(len(blocks))
+        blocks += [(i, first + low, min(size, count - low)) for low in range(0, count, size)]
+    return torch.tensor(blocks, dtype=torch.int64).view(-1, 3), torch.tensor([*firsts, len(blocks)])

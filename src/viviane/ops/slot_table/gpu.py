@@ -1,0 +1,145 @@
+"""The slots of tables on a GPU: some fifteen launches a batch, none of which waits for the host."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+import triton
+from torch import Tensor
+
+from viviane.ops.slot_table import HALF_LIFE, HEAT, NUM_AGES, HostRows, SlotPlan, SlotTable
+from viviane.ops.slot_table import gpu_kernels as kernels
+from viviane.ops.triton_parts.launch import ceil_div, on_device
+
+_ENTRIES: Final = 1024
+_WORDS: Final = 1024
+"""Words of a block of rows: 32 rows each."""
+_SLOTS: Final = 4096
+_PROGRAMS: Final = 24
+"""That keep a link to the host's memory at work; with more, rows that lie far apart move more slowly."""
+_WORDS_AT_ONCE: Final = 2048
+"""That a program has on their way to the device, and as many on their way back."""
+
+
+class _Scratch:
+    """What launches of a table hand on to each other."""
+
+    def __init__(self, table: SlotTable) -> None:
+        device = table.device
+        num_tables, row_blocks, slot_blocks = len(table.ranges), len(table.row_blocks), len(table.slot_blocks)
+        self.row_blocks, self.slot_blocks = table.row_blocks.to(device), table.slot_blocks.to(device)
+        self.first_row_blocks = table.first_row_blocks.to(device)
+        self.first_slot_blocks = table.first_slot_blocks.to(device)
+        self.first_rows = torch.tensor([one.first_row for one in table.ranges]).to(device)
+        self.first_bits = (table.first_row_blocks[:-1] * 32 * _WORDS).to(device)
+        self.wanted = torch.zeros(row_blocks * _WORDS, dtype=torch.int32, device=device)
+        self.leaving = torch.zeros_like(self.wanted)
+        self.row_counts = torch.zeros(row_blocks, dtype=torch.int32, device=device)
+        self.row_stops = torch.zeros_like(self.row_counts)
+        self.slot_counts = torch.zeros(2, slot_blocks, dtype=torch.int32, device=device)
+        self.slot_stops = torch.zeros_like(self.slot_counts)
+        self.ages = torch.zeros(num_tables, NUM_AGES, dtype=torch.int32, device=device)
+        self.limits = torch.zeros(num_tables, 4, dtype=torch.int32, device=device)
+        self.needs = torch.zeros(num_tables, 2, dtype=torch.int32, device=device)
+        self.shifts = torch.zeros(num_tables, dtype=torch.int32, device=device)
+
+
+def _scratch_of(table: SlotTable) -> _Scratch:
+    if table.scratch is None:
+        table.scratch = _Scratch(table)
+    scratch: _Scratch = table.scratch
+    return scratch
+
+
+def admit(table: SlotTable, rows: Tensor, slots: Tensor, stamp: int, guard: int, plan: SlotPlan) -> None:
+    """Give the rows of a batch slots; see `SlotTable.admit`."""
+    own = _scratch_of(table)
+    count, num_tables = len(rows), len(table.ranges)
+    with on_device(rows):
+        kernels.find_kernel[(max(1, ceil_div(count, _ENTRIES)),)](
+            rows, slots, table.slot_of, table.used, table.heat, own.wanted, table.counts, own.first_rows,
+            own.first_bits, stamp, count, num_tables, one=HEAT, half_life=HALF_LIFE, block=_ENTRIES, num_warps=4,
+        )  # fmt: skip
+        kernels.count_bits_kernel[(len(own.row_blocks),)](own.wanted, own.row_counts, block=_WORDS, num_warps=4)
+        torch.cumsum(own.row_counts, 0, dtype=torch.int32, out=own.row_stops)
+        _choose(table, own, stamp, guard, plan)
+        kernels.list_rows_kernel[(len(own.row_blocks),)](
+            own.wanted, own.row_blocks, own.row_stops, own.shifts, plan.report, table.slot_of, plan.new_rows,
+            plan.new_slots, with_slots=False, block=_WORDS, num_warps=4,
+        )  # fmt: skip
+        _list_leaving(table, own, plan)
+        kernels.give_slots_kernel[(max(1, ceil_div(len(plan.new_rows), _ENTRIES)),)](
+            plan.new_rows, plan.new_slots, plan.old_rows, plan.is_dirty, plan.report, table.slot_of, table.owner,
+            table.used, table.heat, table.dirty, stamp, one=HEAT, block=_ENTRIES, num_warps=4,
+        )  # fmt: skip
+        kernels.resolve_kernel[(max(1, ceil_div(count, _ENTRIES)),)](
+            rows, slots, table.slot_of, count, block=_ENTRIES, num_warps=4
+        )
+
+
+def _choose(table: SlotTable, own: _Scratch, stamp: int, guard: int, plan: SlotPlan) -> None:
+    """Choose the slots to take: list the free ones, collect the rows that lose theirs."""
+    num_tables, num_blocks = len(table.ranges), len(own.slot_blocks)
+    own.ages.zero_()
+    shape = {"ages": NUM_AGES, "half_life": HALF_LIFE, "block": _SLOTS, "num_warps": 8}
+    kernels.count_ages_kernel[(num_blocks,)](
+        own.slot_blocks, table.owner, table.used, table.heat, own.ages, stamp, guard, **shape
+    )
+    kernels.choose_ages_kernel[(num_tables,)](
+        own.ages, own.row_stops, own.first_row_blocks, own.limits, own.needs, ages=NUM_AGES, num_warps=4
+    )
+    kernels.report_kernel[(1,)](
+        own.limits, own.needs, plan.starts, own.shifts, plan.report, num_tables,
+        block=triton.next_power_of_2(num_tables), num_warps=4,
+    )  # fmt: skip
+    kernels.count_slots_kernel[(num_blocks,)](
+        own.slot_blocks,
+        table.owner,
+        table.used,
+        table.heat,
+        own.limits,
+        own.slot_counts,
+        num_blocks,
+        stamp,
+        guard,
+        **shape,
+    )
+    torch.cumsum(own.slot_counts, 1, dtype=torch.int32, out=own.slot_stops)
+    kernels.take_slots_kernel[(num_blocks,)](
+        own.slot_blocks, own.first_slot_blocks, table.owner, table.used, table.heat, own.limits, own.slot_stops,
+        plan.starts, plan.report, own.first_rows, own.first_bits, own.leaving, plan.new_slots, plan.old_rows,
+        num_blocks, stamp, guard, **shape,
+    )  # fmt: skip
+
+
+def _list_leaving(table: SlotTable, own: _Scratch, plan: SlotPlan) -> None:
+    kernels.count_bits_kernel[(len(own.row_blocks),)](own.leaving, own.row_counts, block=_WORDS, num_warps=4)
+    torch.cumsum(own.row_counts, 0, dtype=torch.int32, out=own.row_stops)
+    kernels.list_rows_kernel[(len(own.row_blocks),)](
+        own.leaving, own.row_blocks, own.row_stops, own.shifts, plan.report, table.slot_of, plan.old_rows,
+        plan.new_slots, with_slots=True, block=_WORDS, num_warps=4,
+    )  # fmt: skip
+
+
+def swap(table: SlotTable, plan: SlotPlan, host: HostRows) -> None:
+    """Move rows between slots and host memory; see `SlotTable.swap`."""
+    own = _scratch_of(table)
+    with on_device(plan.new_rows):
+        kernels.address_kernel[(max(1, ceil_div(len(plan.new_rows), _ENTRIES)),)](
+            plan.new_rows, plan.old_rows, plan.is_dirty, plan.starts, plan.report, host.addresses, own.first_rows,
+            plan.sources, plan.targets, host.moved, host.first_table, host.last_table, 4 * host.row_words,
+            block=_ENTRIES, num_warps=4,
+        )  # fmt: skip
+        width = triton.next_power_of_2(host.widest)
+        kernels.swap_kernel[(_PROGRAMS if plan.new_rows.is_cuda else 2,)](
+            plan.new_slots, plan.sources, plan.targets, plan.starts, plan.report, host.parts, host.first_table,
+            host.last_table, host.first_slot, len(host.parts), aligned=host.aligned, width=width,
+            block=max(1, _WORDS_AT_ONCE // width), num_warps=4,
+        )  # fmt: skip
+
+
+def mark_dirty(dirty: Tensor, slots: Tensor) -> None:
+    """Note changes; see `SlotTable.mark_dirty`."""
+    with on_device(slots):
+        kernels.mark_kernel[(ceil_div(len(slots), _ENTRIES),)](dirty, slots, len(slots), block=_ENTRIES, num_warps=4)

@@ -1,0 +1,133 @@
+"""A cache that a "device" in host memory plans and fills itself, against tables that are whole in memory."""
+
+import gc
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+from staged import use_staged
+from test_cached_storage import RULES, assert_equal, batches, content, train
+from test_staged_moves import collection, storage_of
+
+from viviane.config import SGD, Adam
+from viviane.store import ArrayTier
+from viviane.store.slots import CacheFullError
+
+
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    return use_staged(monkeypatch, maps_memory=True)
+
+
+CASES = [
+    pytest.param(rule, share, ahead, marks=() if (share, ahead) == (0.11, 2) else pytest.mark.slow)
+    for rule in RULES
+    for share in (0.11, 0.3)
+    for ahead in (0, 2)
+]
+
+
+@pytest.mark.parametrize(("rule", "share", "ahead"), CASES)
+def test_every_bit_is_that_of_tables_in_memory(streams: list[Any], rule: str, share: float, ahead: int) -> None:
+    given = batches(12)
+    truth, cached = collection(None, RULES[rule]), collection(share, RULES[rule])
+    assert train(truth, given) == train(cached, given, ahead=ahead)
+    assert_equal(content(truth), content(cached))
+    storage = storage_of(cached)
+    assert not storage.cache.plans_on_host
+    assert sum(one.num_jobs for one in streams) > 12
+    stats = storage.tier_stats()
+    assert stats["host"].bytes_written > 0
+    assert stats["memory"].misses > 0
+    assert stats["memory"].hits > 0
+
+
+def test_a_batch_that_does_not_fit_names_the_size_and_changes_nothing(streams: list[Any]) -> None:
+    emb = collection(0.05, SGD())
+    train(emb, batches(3, size=4))
+    before = content(emb)
+    large = {**batches(1, size=90)[0], "u": torch.arange(90)}
+    with pytest.raises(CacheFullError, match=r"(?s)table 'user'.*90 distinct rows in use at once.*20 rows"):
+        emb(large)
+    assert emb.resolve_ahead(large)  # whether its rows fit is known when it is looked up
+    with pytest.raises(CacheFullError, match=r"(?s)table 'user'.*90 distinct rows in use at once.*20 rows"):
+        emb(large)
+    assert_equal(before, content(emb))
+    with torch.no_grad():
+        assert torch.equal(emb.eval()(large).flat, collection_of(before)(large).flat)
+    train(emb.train(), batches(3, size=4))
+
+
+def collection_of(state: dict[str, torch.Tensor]) -> Any:
+    emb = collection(None, SGD())
+    emb.load_state_dict(state)
+    return emb.eval()
+
+
+def test_batches_announced_too_early_are_admitted_when_their_turn_comes(streams: list[Any]) -> None:
+    given = [{**batches(1, size=12)[0], "u": torch.arange(12) + 12 * i} for i in range(10)]
+    truth, cached = collection(None, Adam()), collection(0.08, Adam())  # 32 rows of a user: two batches of 12 fit
+    assert train(truth, given) == train(cached, given, ahead=3)
+    assert_equal(content(truth), content(cached))
+
+
+def test_frozen_tables_are_never_written_back(streams: list[Any]) -> None:
+    truth, cached = collection(None, Adam()), collection(0.1, Adam())
+    for one in (truth, cached):
+        one.freeze("item")
+        train(one, batches(10, size=6), ahead=2)
+    assert_equal(content(truth), content(cached))
+    storage = storage_of(cached)
+    first = storage.regions["item"].first_slot
+    storage.finish_moves()
+    assert not storage.cache.table.dirty[first : first + storage.regions["item"].num_slots].any()
+    assert storage.tier_stats()["host"].rows_written > 0
+
+
+def test_passes_and_rows_written_between_steps(streams: list[Any]) -> None:
+    given = batches(8)
+    truth, cached = collection(None, Adam()), collection(0.3, Adam())
+    storage = storage_of(cached)
+    moved = storage.begin_pass({"user": np.arange(100), "item": np.arange(10, 60)})
+    assert (moved.rows, moved.read, moved.written) == (150, 150, 0)
+    assert train(truth, given, clip=False) == train(cached, given, clip=False)
+    moved = storage.begin_pass({"user": np.arange(50, 160)})
+    assert moved.rows == 110
+    assert moved.read > 0
+    assert moved.written > 0
+    for emb in (truth, cached):
+        state = emb.export_table("user")
+        state.weight[:] = torch.arange(400.0)[:, None]
+        emb.import_table("user", state)
+    assert train(truth, given) == train(cached, given, ahead=2)
+    assert_equal(content(truth), content(cached))
+
+
+def test_forwards_without_backward_take_no_more_memory(streams: list[Any]) -> None:
+    emb = collection(0.1, SGD())
+    given = batches(10)
+    for i in range(100):
+        emb(given[i % 10])
+    gc.collect()
+    assert not storage_of(emb)._live
+    assert not storage_of(emb)._leases
+
+
+def test_all_rows_lie_in_host_memory_from_the_beginning(streams: list[Any]) -> None:
+    truth, cached = collection(None, Adam()), collection(0.1, Adam())
+    tiers = storage_of(cached).tiers
+    assert all(isinstance(one, ArrayTier) and one.num_rows() == one.num_ids for one in tiers.values())
+    assert_equal(content(truth), content(cached))
+
+
+def test_tables_of_which_host_memory_holds_a_part_are_planned_by_the_host(streams: list[Any]) -> None:
+    given = batches(10, size=8)
+    truth, cached = collection(None, Adam()), collection(0.2, Adam(), host_memory=80 * 54)
+    assert storage_of(cached).cache.plans_on_host
+    assert train(truth, given) == train(cached, given, ahead=2)
+    assert_equal(content(truth), content(cached))

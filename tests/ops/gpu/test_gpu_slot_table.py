@@ -1,0 +1,163 @@
+"""Slots planned by a GPU: the same state, bit for bit, as the reference's, on any sequence of batches."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from viviane.ops.dispatch import use_implementation
+from viviane.ops.slot_table import HALF_LIFE, HEAT, HostRows, RowColumn, SlotRange, SlotTable
+from viviane.ops.slot_table.reference import cooled
+
+RANGES = [SlotRange(0, 3000, 0, 300), SlotRange(3000, 50, 300, 50), SlotRange(3050, 35_000, 350, 5000)]
+WHOLE = 1  # has a slot for each row
+PINNED = 2
+
+
+class Model:
+    """Tables, their slots, and rows that say which they are."""
+
+    def __init__(self, device: torch.device, implementation: str, wide: int = 1) -> None:
+        self.implementation, self.device = implementation, device
+        self.table = SlotTable(RANGES, pinned=PINNED, device=device)
+        slots = sum(one.num_slots for one in RANGES) + PINNED
+        self.columns = {
+            "weight": torch.zeros(slots, 5 * wide, dtype=torch.int32, device=device),
+            "m": torch.zeros(slots, 5 * wide, dtype=torch.int32, device=device),
+            "sum": torch.zeros(slots, dtype=torch.int32, device=device),
+        }
+        row_words = 12 * wide
+        self.memory = [
+            None
+            if t == WHOLE
+            else torch.arange(one.num_rows * row_words, dtype=torch.int32).view(-1, row_words).to(device) + t
+            for t, one in enumerate(RANGES)
+        ]
+        parts = [
+            RowColumn(self.columns["weight"], 0),
+            RowColumn(self.columns["m"], 5 * wide),
+            RowColumn(self.columns["sum"], 10 * wide),
+        ]
+        self.host = HostRows(0, self.memory, parts, 0)
+        whole = RANGES[WHOLE]
+        self.table.slot_of[whole.first_row : whole.first_row + 50] = torch.arange(301, 351, dtype=torch.int32)
+        self.table.owner[300:350] = torch.arange(3000, 3050)
+
+    def step(self, rows: torch.Tensor, stamp: int, guard: int, changed: torch.Tensor) -> tuple[list[int], torch.Tensor]:
+        rows = rows.to(self.device)
+        slots = torch.empty_like(rows)
+        with use_implementation(self.implementation):
+            plan = self.table.admit(rows, slots, stamp=stamp, guard=guard)
+            self.table.swap(plan, self.host)
+            report = plan.report.tolist()
+            if report[0]:
+                places = slots[changed.to(self.device)]
+                self.table.mark_dirty(places)
+                for one in self.columns.values():
+                    one[places.long()] += stamp
+        return report, slots.cpu()
+
+    def state(self) -> dict[str, torch.Tensor]:
+        table = self.table
+        found = {
+            "slot_of": table.slot_of,
+            "owner": table.owner,
+            "used": table.used,
+            "heat": table.heat,
+            "dirty": table.dirty,
+        }
+        found |= {"counts": table.counts, "moved": self.host.moved, **self.columns}
+        found |= {f"memory {t}": one for t, one in enumerate(self.memory) if one is not None}
+        return {name: one.cpu() for name, one in found.items()}
+
+
+def draw(rng: torch.Generator, size: int, dtype: torch.dtype) -> torch.Tensor:
+    parts = [one.first_row + (torch.rand(size, generator=rng) ** 4 * one.num_rows).to(torch.int64) for one in RANGES]
+    parts.append(torch.randint(38_050, 38_052, (3,), generator=rng))  # pinned
+    both = torch.cat(parts)
+    return both[torch.randperm(len(both), generator=rng)].to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("wide", [1, 120])
+def test_the_state_is_that_of_the_reference(device: torch.device, dtype: torch.dtype, wide: int) -> None:
+    truth, found = Model(torch.device("cpu"), "reference", wide), Model(device, "gpu", wide)
+    rng = torch.Generator().manual_seed(wide)
+    ended = []
+    for stamp in range(1, 9 if wide == 1 else 4):
+        size = [40, 130, 0, 3000, 250][stamp % 5]
+        rows = draw(rng, size, dtype)
+        guard = max(1, stamp - stamp % 3)
+        changed = torch.randperm(len(rows), generator=rng)[: len(rows) // 2]
+        report, slots = truth.step(rows, stamp, guard, changed)
+        assert found.step(rows, stamp, guard, changed)[0] == report
+        ended.append(report[0])
+        if report[0]:
+            own = found.state()
+            assert torch.equal(own["owner"][slots.long()], rows.long())
+            assert all(torch.equal(one, own[name]) for name, one in truth.state().items()), stamp
+    assert wide > 1 or (0 in ended and 1 in ended)
+
+
+def test_rows_keep_what_was_added_to_them_wherever_they_are(device: torch.device) -> None:
+    model = Model(device, "gpu")
+    first = [None if one is None else one.clone() for one in model.memory]
+    added: dict[int, int] = {}
+    rng = torch.Generator().manual_seed(5)
+    for stamp in range(1, 8):
+        rows = draw(rng, 200, torch.int32).unique()
+        report, slots = model.step(rows, stamp, stamp, torch.arange(len(rows)))
+        assert report[0] == 1
+        assert len(slots.unique()) == len(rows)
+        for row in rows.tolist():
+            added[row] = added.get(row, 0) + stamp
+    slot_of = model.table.slot_of.cpu()
+    for row, amount in added.items():
+        t = next((t for t, one in enumerate(RANGES) if one.first_row <= row < one.first_row + one.num_rows), None)
+        if t is None:
+            continue
+        slot, place = int(slot_of[row]) - 1, row - RANGES[t].first_row
+        start = torch.zeros(12, dtype=torch.int32) if first[t] is None else first[t][place].cpu()
+        if slot >= 0:
+            parts: list[Any] = [one[slot].view(-1).cpu() for one in model.columns.values()]
+            assert torch.equal(torch.cat(parts), start[:11] + amount)
+        else:
+            assert torch.equal(model.memory[t][place].cpu()[:11], start[:11] + amount)
+
+
+def test_a_batch_that_does_not_fit_changes_nothing(device: torch.device) -> None:
+    model = Model(device, "gpu")
+    model.step(torch.arange(200), 1, 1, torch.arange(200))
+    before = model.state()
+    report, _ = model.step(torch.arange(150, 400), 2, 1, torch.arange(0))
+    assert report == [0, 200, 200, 0, 0, 200, 0, 0]
+    after = model.state()
+    changes = {"used", "heat", "counts"}  # the batch did ask for rows that were there
+    assert all(torch.equal(one, before[name]) for name, one in after.items() if name not in changes)
+    report, slots = model.step(torch.arange(150, 400), 3, 3, torch.arange(0))
+    assert report[0] == 1
+    assert torch.equal(model.table.owner.cpu()[slots], torch.arange(150, 400))
+
+
+def test_the_least_used_leave_first_and_of_these_the_longest_unused(device: torch.device) -> None:
+    model = Model(device, "gpu")
+    none = torch.arange(0)
+    for stamp, first in ((1, 0), (100, 100), (200, 200)):
+        model.step(torch.arange(100) + first, stamp, stamp, none)
+    model.step(torch.arange(0, 50), 201, 201, none)  # half of the oldest are used again
+    model.step(torch.arange(1000, 1100), 202, 202, none)
+    held = model.table.owner.cpu()[:300].sort().values
+    assert torch.equal(held, torch.cat([torch.arange(50), torch.arange(150, 300), torch.arange(1000, 1100)]))
+
+
+def test_heat_halves_and_stays_in_32_bits(device: torch.device) -> None:
+    heat, ages = torch.tensor([512, 512, 512, 1 << 18, 512]), torch.tensor([0, 256, 512, 1024, 512 * 40])
+    assert cooled(heat, ages).tolist() == [512, 384, 256, 1 << 16, 0]
+    model, rows = Model(device, "gpu"), torch.arange(3)
+    steady = torch.tensor([0], dtype=torch.int32)
+    for _ in range(20_000):
+        steady = cooled(steady, torch.ones_like(steady)) + HEAT
+    assert steady.item() * 2 * HALF_LIFE < 2**31
+    for stamp in range(1, 4):
+        model.step(torch.cat([rows, rows]), stamp, stamp, torch.arange(0))
+    assert model.table.heat[:3].tolist() == [1535 - 1] * 3  # each batch counts a row once
