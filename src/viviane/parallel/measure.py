@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import os
 from time import perf_counter
-from typing import Final
+from typing import Any, Final
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -26,6 +27,9 @@ included: a gather, a sort, an update in two launches and what prepares them."""
 _LINK_BYTES = 8 << 20
 _CPU_BYTES, _GPU_BYTES = 64 << 20, 1 << 30
 _REPEATS = 5
+# By group, and not by its number, so that processes never differ in what they know: measuring is an exchange.
+_measured: WeakKeyDictionary[Any, dict[torch.device, Machine]] = WeakKeyDictionary()
+_measured_alone: dict[torch.device, Machine] = {}
 
 
 def copy_gb_per_s(device: torch.device) -> float:
@@ -53,10 +57,20 @@ def link_gb_per_s() -> float | None:
 def measure_machine(group: Group, device: torch.device) -> Machine:
     """Describe the processes' devices by rank 0's figures, speeds rounded to powers of two; all call it together.
 
+    The first call for a group of torch.distributed and a device measures; later ones return what it found, at once.
+
     Example:
         >>> measure_machine(Group(), torch.device("cpu")).memory_bytes > 0
         True
     """
+    key = group.device_group
+    known = _measured_alone if key is None else _measured.setdefault(key, {})
+    if device not in known:
+        known[device] = _measure(group, device)
+    return known[device]
+
+
+def _measure(group: Group, device: torch.device) -> Machine:
     if device.type == "cuda":
         held = int(torch.cuda.get_device_properties(device).total_memory)
     else:
