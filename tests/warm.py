@@ -1,7 +1,7 @@
 """Python programs in processes of their own that are forked from one which has imported the large libraries.
 
-Each of them starts as `python ...` does, without the seconds that importing torch and others takes; our own package is
-not imported before, so that a program finds it as in a fresh interpreter.
+Each of them starts as `python ...` does, without the seconds that importing torch, our package and others takes. What a
+fresh interpreter imports, and in which order, tests/house checks with `python` itself.
 """
 
 import json
@@ -17,7 +17,9 @@ from typing import Any
 LIBRARIES = [
     *("torch", "torch._dynamo", "torch.distributed", "numpy", "numba", "pyarrow.parquet", "pyarrow.dataset"),
     *("pydantic.json_schema", "pydantic.types", "safetensors.torch", "typer", "rich.table", "rich.progress", "ibis"),
+    "tests.preloaded",
 ]
+ROOT = Path(__file__).parents[1]
 SERVER = """
 import atexit, gc, importlib, importlib.util, json, os, runpy, sys, threading
 for name in sys.argv[1:]:
@@ -97,7 +99,9 @@ class Warm:
         if self._server is None:
             command = [sys.executable, "-c", SERVER, *self.libraries]
             pipe, single = subprocess.PIPE, {**os.environ, "OMP_NUM_THREADS": "1"}
-            self._server = subprocess.Popen(command, stdin=pipe, stdout=pipe, env=single, start_new_session=True)
+            self._server = subprocess.Popen(
+                command, stdin=pipe, stdout=pipe, env=single, start_new_session=True, cwd=ROOT
+            )
         self._count += 1
         out, err = (self._folder / f"{self._count}.{kind}" for kind in ("out", "err"))
         out.write_text("")

@@ -13,7 +13,7 @@ from warm import Warm
 
 PROGRAM = """
 import atexit, json, os, sys
-own = [name for name in sys.modules if name.partition(".")[0] == "viviane"]
+own = [name for name in sys.modules if name.startswith("viviane.cli")]
 atexit.register(print, "the end")
 print(json.dumps([sys.argv, __name__, os.getcwd(), os.environ.get("WARM"), sys.stdin.read(), own]))
 print("a word", file=sys.stderr)

@@ -41,7 +41,7 @@ def run(size, function, *arguments, backend="gloo"):
     On CPUs they are forked from a server that imports once what takes each of them seconds; it runs nothing else.
     """
     method = "spawn" if backend == "nccl" or sys.platform == "win32" else "forkserver"
-    multiprocessing.set_forkserver_preload(["torch.distributed", "torch._dynamo", "numba", "viviane.training"])
+    multiprocessing.set_forkserver_preload(["tests.preloaded"])  # found by the working directory, the root
     with tempfile.TemporaryDirectory() as folder:
         everything = (size, folder, function, arguments, backend, dict(os.environ))
         try:
