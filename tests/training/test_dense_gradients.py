@@ -30,6 +30,15 @@ CASES = [
     ({"clip_grad_norm": None, "precision": "fp16", "loss_scale": 48.0}, Adam()),
     ({"clip_grad_norm": 0.05, "precision": "fp16"}, Ftrl(beta=1.0, lambda1=1e-3)),
 ]
+# The short run takes each wire, the update without a mover, clipping, the mean, a given and a dynamic loss scale once.
+FEW = {
+    "trained": [("bfloat16", True, [CASES[2]]), ("bfloat16", False, [CASES[1]]), ("float16", True, [CASES[4]])],
+    "replayed": [("float32", [CASES[2]]), ("bfloat16", [CASES[1]]), ("float16", [CASES[3]])],
+}
+ALL = {
+    "trained": [("bfloat16", True, CASES), ("bfloat16", False, CASES[:2]), ("float16", True, CASES[2:])],
+    "replayed": [("float32", CASES[:4]), ("bfloat16", CASES[:2]), ("float16", CASES[2:4])],
+}
 WIRES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -54,12 +63,8 @@ def cast_first(trainer):
     return trainer, gradients
 
 
-def trained_alike(group):
-    for wire, has_mover, cases in (
-        ("bfloat16", True, CASES),
-        ("bfloat16", False, CASES[:2]),
-        ("float16", True, CASES[2:]),
-    ):
+def trained_alike(group, runs):
+    for wire, has_mover, cases in runs:
         for changes, rule in cases:
             direct = trainer_of(group, rule, dense_wire_dtype=wire, **changes)
             before, types = cast_first(trainer_of(group, rule, dense_wire_dtype=wire, **changes))
@@ -166,12 +171,12 @@ def bad_gradients_are_named(group):
         assert not torch.equal(tensors_of(trainer)["net.4.bias"], before["net.4.bias"])
 
 
-def replayed_alike(group):
+def replayed_alike(group, runs):
     """Simulated replays against eager steps."""
     captured.GraphCapture = type("OwnRecorder", (replayed_on_cpu.GraphCapture,), {})
     captured.ineligible_reason = lambda step: None if step.solver.cuda_graph else "no graph is wanted"
     trainers.replays_of = captured.CapturedSteps
-    for wire, cases in (("float32", CASES[:4]), ("bfloat16", CASES[:2]), ("float16", CASES[2:4])):
+    for wire, cases in runs:
         for changes, _ in cases:
             ends = []
             for graph in (True, False):
@@ -186,14 +191,15 @@ def replayed_alike(group):
             assert all(torch.equal(one, other) for one, other in zip(*ends, strict=True)), (wire, changes)
 
 
-def everything():
+def everything(runs):
     group = Group.world()
     given_beside(group)
     layers_that_come_and_go(group)
-    trained_alike(group)
+    trained_alike(group, runs["trained"])
     bad_gradients_are_named(group)
-    replayed_alike(group)
+    replayed_alike(group, runs["replayed"])
 
 
-def test_two_processes():
-    processes.run(2, everything)
+@pytest.mark.parametrize("runs", [FEW, pytest.param(ALL, marks=pytest.mark.slow)], ids=["few", "all"])
+def test_two_processes(runs):
+    processes.run(2, everything, runs)
