@@ -19,6 +19,9 @@ def command(
     tables: Annotated[
         str, typer.Option(help="inside the forms, beside them, or in the model's folder: model.")
     ] = "inside",
+    table_dtype: Annotated[
+        str, typer.Option(help="model: as trained; int8: 8 bits a number, and less memory.")
+    ] = "model",
     operators: Annotated[
         str, typer.Option(help="Lookups of torch-export: viviane's operators, or torch's.")
     ] = "viviane",
@@ -30,7 +33,12 @@ def command(
 
     names = [name.strip() for one in to for name in one.split(",")]
     # The library checks the names, for Python as well.
-    options: dict[str, Any] = {"precision": precision, "tables": tables, "operators": operators}
+    options: dict[str, Any] = {
+        "precision": precision,
+        "tables": tables,
+        "operators": operators,
+        "table_dtype": table_dtype,
+    }
     folder = export(model, names, output, dense_only=dense_only, cpu=cpu, device=device, **options)
     read = {"model": model} if tables == "model" else {}
     artifact = load(folder, **read)  # type: ignore[arg-type]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from viviane.core.errors import ConfigError, VivianeError
 from viviane.embedding.base import TableCollection
+from viviane.embedding.module_parts import collections_of
 from viviane.embedding.storage import Storage
 from viviane.embedding.table_storage import StorageLookup
 from viviane.ops.int8_rows import gather_rows, pool_rows, quantize
@@ -44,6 +46,23 @@ def quantize_tables(collections: Iterable[TableCollection]) -> None:
             where = "table " + ", ".join(map(repr, storage.tables))
             raise ConfigError(f"a table has no 8-bit form: {error.what}", where=f"{where}, {error.where}",
                               fix="train it without numbers that overflow") from error  # fmt: skip
+
+
+@contextmanager
+def int8_tables(module: nn.Module) -> Iterator[None]:
+    """Let a module have 8-bit tables inside the block, and its own rows again after it.
+
+    Raises:
+        ConfigError: see `quantize_tables`.
+    """
+    collections = list(collections_of(module).values())
+    before = [(storage, storage.weight) for one in collections for storage in one.all_storages()]
+    quantize_tables(collections)
+    try:
+        yield
+    finally:
+        for storage, weight in before:
+            storage.weight = weight
 
 
 def gather_int8(part: StorageLookup, weight: Tensor, out: Tensor) -> None:

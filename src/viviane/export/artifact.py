@@ -162,6 +162,9 @@ class Artifact:
             ExportError: the model differs, the form's weights cannot be replaced, or the results differ from the
                 model; in the last case the artifact refuses to predict from then on.
         """
+        if self.manifest.table_dtype == "int8":
+            raise ExportError("the weights of an artifact with 8-bit tables cannot be replaced", where=str(self.folder),
+                              fix="export the new model")  # fmt: skip
         loaded = model if isinstance(model, Model) else Model.load(model, device=str(self.device), module=module)
         if loaded.schema.difference(self.schema):
             raise ExportError("the columns of the model differ", value=loaded.schema.difference(self.schema)[0])

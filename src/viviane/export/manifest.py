@@ -36,6 +36,7 @@ _MOST_BYTES: Final = 64 << 20
 FormName: TypeAlias = Literal["torch-export", "aoti", "onnx", "torchscript"]
 FORMS: Final[tuple[FormName, ...]] = ("torch-export", "aoti", "onnx", "torchscript")
 TablesPlace: TypeAlias = Literal["inside", "beside", "model"]
+TableKind: TypeAlias = Literal["model", "int8"]
 
 
 class KeyLimit(Settings):
@@ -88,6 +89,7 @@ class ExportManifest(Settings):
         weights_sha256: hash of its weights, including tables.
         weights: weights inside the forms, by name.
         labels: the label of each output column.
+        table_dtype: "int8": tables have 8-bit rows; "model": rows of the type that was trained.
         inputs: inputs of every form, in order.
         tables: where the tables are: inside the forms, in a file next to them, or in the model's folder.
         outside: inputs that are read from the model's folder.
@@ -105,6 +107,7 @@ class ExportManifest(Settings):
     weights: dict[str, TensorEntry]
     labels: tuple[str, ...]
     precision: PrecisionName
+    table_dtype: TableKind = "model"
     dense_only: bool = False
     tables: TablesPlace = "inside"
     inputs: tuple[ProgramInput, ...] = Field(min_length=1)

@@ -31,6 +31,7 @@ from viviane.embedding.keys import column_rule
 from viviane.embedding.lookup import place_features
 from viviane.export import operators, plain
 from viviane.export.frozen_keys import FrozenKeys, freeze_keys
+from viviane.ops.int8_rows import is_int8, parts_of
 from viviane.ops.key_rows import ColumnRule
 
 Outside: TypeAlias = Mapping[str, Tensor]
@@ -60,6 +61,8 @@ class _Part(nn.Module):
     null_row: int
     reads_keys = False
     """Whether vectors depend on keys that have no row."""
+    is_int8 = False
+    """Whether rows are of 8 bits a number."""
 
     def __init__(self, name: str, kernels: bool) -> None:
         super().__init__()
@@ -91,7 +94,7 @@ class _Part(nn.Module):
 
     def pooled(self, rows: Tensor, keys: Tensor, offsets: Tensor, weights: Tensor | None, dtype: torch.dtype) -> Tensor:
         """Return the sums of rows (N,) by bag: (B, D)."""
-        if self.kernels and dtype == torch.float32 and not self.reads_keys:
+        if self.kernels and dtype == torch.float32 and not self.reads_keys and not self.is_int8:
             found: Tensor = operators.serving_pool(self.tensor("weight"), rows, offsets, weights)
             return found
         vectors = self.vectors(rows.unsqueeze(1), keys.unsqueeze(1), dtype).squeeze(1)
@@ -109,6 +112,7 @@ class FixedPart(_Part):
     """
 
     weight: Tensor
+    tails: Tensor
 
     def __init__(self, storage: Storage, name: str, kernels: bool) -> None:
         super().__init__(name, kernels)
@@ -117,7 +121,21 @@ class FixedPart(_Part):
         self.rules = {
             table: column_rule(config, self.bases[table], self.null_row) for table, config in storage.tables.items()
         }
-        self.register_buffer("weight", storage.weight.detach())
+        self.is_int8 = is_int8(storage.weight)
+        if self.is_int8:  # standard operators: the numbers of a row apart from its scale and offset
+            numbers, tails = parts_of(storage.weight, storage.dim)
+            self.register_buffer("weight", numbers)
+            self.register_buffer("tails", tails)
+        else:
+            self.register_buffer("weight", storage.weight.detach())
+
+    def vectors(self, rows: Tensor, keys: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the vectors of rows and keys (N, F): (N, F, D)."""
+        if not self.is_int8:
+            return super().vectors(rows, keys, dtype)
+        numbers = plain.gather(self.tensor("weight"), rows, dtype)
+        tails = plain.gather(self.tensor("tails"), rows, dtype)
+        return numbers * tails[..., :1] + tails[..., 1:]
 
     def rows(self, keys: Tensor, tables: Sequence[str]) -> Tensor:
         """Return the rows of keys by the policies of their tables."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -16,6 +17,7 @@ from viviane.core.errors import ConfigError, DataError, suggest
 from viviane.core.files import replace_folder, write_json_atomic
 from viviane.core.locations import AnyPath, location
 from viviane.core.remote.published import published_location
+from viviane.embedding.int8_tables import int8_tables
 from viviane.embedding.module_parts import collections_of
 from viviane.export.forms import Trace, form_module
 from viviane.export.manifest import (
@@ -26,6 +28,7 @@ from viviane.export.manifest import (
     Form,
     FormName,
     OutsideTable,
+    TableKind,
     TablesPlace,
     write_manifest,
 )
@@ -51,6 +54,7 @@ class ExportOptions:
     tables: TablesPlace
     operators: Literal["viviane", "torch"]
     cpu: str
+    table_dtype: TableKind = "model"
 
 
 def export(
@@ -61,6 +65,7 @@ def export(
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto",
     dense_only: bool = False,
     tables: Literal["inside", "beside", "model"] = "inside",
+    table_dtype: TableKind = "model",
     operators: Literal["viviane", "torch"] = "viviane",
     cpu: str = "native",
     device: str = "cpu",
@@ -77,6 +82,9 @@ def export(
         tables: "inside" the forms; "beside": in one file next to them, which forms share and loading memory-maps;
             "model": fixed tables are read from the saved model's folder when the artifact is loaded, and dynamic ones
             are in the file next to the forms.
+        table_dtype: "model": tables keep their type; "int8": 8 bits a number with a scale and an offset of each row, as
+            `InferenceSession(table_dtype="int8")` has them; the forms are compared with such a model. For saved models
+            whose tables are of fixed size and inside the forms.
         operators: lookups of "torch-export": "viviane", with this package's kernels, needs `import viviane.export` to
             run; "torch", with standard operators, does not. Other forms always use standard operators.
         cpu: for "aoti": "native", or a level such as "x86-64-v3", which runs on more processors.
@@ -106,6 +114,11 @@ def export(
     _choose("precision", precision, ("auto", "fp32", "bf16", "fp16"))
     _choose("tables", tables, ("inside", "beside", "model"))
     _choose("operators", operators, ("viviane", "torch"))
+    _choose("table_dtype", table_dtype, ("model", "int8"))
+    if table_dtype == "int8":
+        _check_int8(
+            in_memory=isinstance(model, Model), of_module=module is not None, tables=tables, dense_only=dense_only
+        )
     _check_output(output)
     for name in forms:
         form_module(name).check()
@@ -117,9 +130,24 @@ def export(
         loaded = Model.load(model, device=device, module=module)
     if tables != "inside" and dense_only:
         raise ConfigError("a dense-only export has no tables", value=tables, fix="remove tables")
-    options = ExportOptions(_precision(loaded, precision), dense_only, tables, operators, cpu)
-    with loaded.trainer.averaged():
+    options = ExportOptions(_precision(loaded, precision), dense_only, tables, operators, cpu, table_dtype)
+    with loaded.trainer.averaged(), int8_tables(loaded.module) if table_dtype == "int8" else nullcontext():
         return _Export(loaded, options).write(forms, output)
+
+
+def _check_int8(*, in_memory: bool, of_module: bool, tables: str, dense_only: bool) -> None:
+    """Refuse what 8-bit tables do not go with."""
+    reason, fix = None, 'set table_dtype="model"'
+    if in_memory:
+        reason, fix = "a model in memory keeps the tables that it trains", "save the model, and export the folder"
+    elif of_module:
+        reason = "a torch module may read its tables in other ways than by lookups"
+    elif dense_only:
+        reason = "a dense-only export has no tables"
+    elif tables != "inside":
+        reason, fix = f"tables {tables!r} are shared with float32 readers", 'set tables="inside"'
+    if reason is not None:
+        raise ConfigError(f"8-bit tables are not possible here: {reason}", where="table_dtype", value="int8", fix=fix)
 
 
 def _choose(what: str, value: str, allowed: tuple[str, ...]) -> None:
@@ -254,6 +282,7 @@ class _Export:
             weights={name: TensorEntry.of(one) for name, one in self.program.state_dict().items()},
             labels=tuple(label.name for label in self.model.schema.labels),
             precision=self.options.precision,
+            table_dtype=self.options.table_dtype,
             dense_only=self.options.dense_only,
             tables=self.options.tables,
             inputs=self.program.inputs,

@@ -20,7 +20,7 @@ from torch import Tensor
 from viviane.core.errors import VivianeError
 from viviane.ops.dispatch import implementation
 
-__all__ = ["bytes_of", "dequantize", "gather_rows", "is_int8", "pool_rows", "quantize"]
+__all__ = ["bytes_of", "dequantize", "gather_rows", "is_int8", "parts_of", "pool_rows", "quantize"]
 
 _TAIL_BYTES: Final = 8
 _PART_ROWS: Final = 1 << 16
@@ -75,6 +75,18 @@ def quantize(rows: Tensor) -> Tensor:
     return found
 
 
+def parts_of(storage: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """Return the numbers, (R, D), uint8, and the scale and offset of each row, (R, 2), float32; both copies.
+
+    Example:
+        >>> numbers, tails = parts_of(quantize(torch.tensor([[0.0, 1.0, 255.0]])), 3)
+        >>> numbers.tolist(), tails.tolist()
+        ([[0, 1, 255]], [[1.0, 0.0]])
+    """
+    check_storage(storage, dim)
+    return storage[:, :dim].contiguous(), storage[:, -_TAIL_BYTES:].contiguous().view(torch.float32)
+
+
 def dequantize(storage: Tensor, dim: int) -> Tensor:
     """Return rows as numbers, (R, D), float32.
 
@@ -82,11 +94,10 @@ def dequantize(storage: Tensor, dim: int) -> Tensor:
         >>> dequantize(quantize(torch.tensor([[0.0, 1.0, 255.0], [7.0, 7.0, 7.0]])), 3).tolist()
         [[0.0, 1.0, 255.0], [7.0, 7.0, 7.0]]
     """
-    check_storage(storage, dim)
-    tail = storage[:, -_TAIL_BYTES:].contiguous().view(torch.float32)
-    scale, offset = tail[:, :1], tail[:, 1:]
+    numbers, tails = parts_of(storage, dim)
+    scale, offset = tails[:, :1], tails[:, 1:]
     # In float64 the product is exact, so that the sum is rounded as by one fused instruction, but for ties.
-    found: Tensor = storage[:, :dim].to(torch.float64) * scale.to(torch.float64) + offset.to(torch.float64)
+    found: Tensor = numbers.to(torch.float64) * scale.to(torch.float64) + offset.to(torch.float64)
     return found.to(torch.float32)
 
 
