@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from viviane.compat.hugectr.enums import DatabaseType_t, UpdateSourceType_t
 from viviane.compat.hugectr.messages import MessageSink, decode, encode, topic_of
 from viviane.compat.hugectr.parameter_server import HPS
 from viviane.compat.hugectr.serving_params import (
+    JSON_KEYS,
     InferenceParams,
     ParameterServerConfig,
     UpdateSourceParams,
@@ -60,6 +62,8 @@ DATABASES: dict[str, dict[str, Any]] = {
     "small memory": {"volatile_db": {"type": "hash_map", "num_partitions": 2, "overflow_margin": 20,
                                      "overflow_policy": "evict_random"}},
     "rocksdb": {"persistent_db": {"type": "rocks_db", "path": "ROCKS"}},
+    "shared memory": {"volatile_db": {"type": "multi_process_hash_map"}},
+    "little shared memory": {"volatile_db": {"type": "multi_process_hash_map", "shared_memory_size": 6000}},
     "both": {"volatile_db": {"type": "hash_map"}, "persistent_db": {"type": "rocks_db", "path": "ROCKS"}},
 }  # fmt: skip
 
@@ -109,6 +113,12 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "updates into files that are read": (
         {"update_source": KAFKA, "persistent_db": {**ROCKS, "read_only": True}}, "no RocksDB database to read",
     ),
+    "updates in shared memory": (
+        {"update_source": KAFKA, "persistent_db": ROCKS, "volatile_db": {"type": "multi_process_hash_map"}}, "own pace",
+    ),
+    "shared memory of a few bytes": (
+        {"volatile_db": {"type": "multi_process_hash_map", "shared_memory_size": 100}}, "too small",
+    ),
     "one database follows": (
         {"update_source": KAFKA, "persistent_db": ROCKS,
          "volatile_db": {"type": "hash_map", "update_filters": ["other"]}}, "same update_filters",
@@ -132,8 +142,6 @@ def test_databases_in_python_are_checked_alike(tables: Path) -> None:
         with pytest.raises(ConfigError, match=named):
             HPS(ParameterServerConfig(inference_params_array=list(models), **given))
 
-    memory = DatabaseType_t.multi_process_hash_map
-    refused("parallel_hash_map in each process", params(), volatile_db=VolatileDatabaseParams(memory))
     refused("unknown type", params(), volatile_db=VolatileDatabaseParams("hash_map"))
     refused("name different ones", params(volatile_db=VolatileDatabaseParams(num_partitions=3)),
             volatile_db=VolatileDatabaseParams())  # fmt: skip
@@ -231,6 +239,21 @@ def test_redis_has_rows_of_these_files_and_room_for_some(cluster: Any, tables: P
         assert tier.max_rows == 40
         tier.make_room()
         assert tier.num_rows() <= 40
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "from-hps.md"
+
+
+@pytest.mark.parametrize(
+    ("heading", "clause"),
+    [("Beside `models`", "ps.json"), ("A model", "models"), ("`volatile_db`", "volatile_db"),
+     ("`persistent_db`", "persistent_db"), ("`update_source`", "update_source")],
+)  # fmt: skip
+def test_the_page_lists_every_key(heading: str, clause: str) -> None:
+    part = PAGE.read_text().split(f"### {heading}\n", 1)[1].split("\n#", 1)[0]
+    rows = [line.split("|")[1] for line in part.splitlines() if line.startswith("| `")]
+    named = [name for row in rows for name in re.findall(r"`(\w+)`", row)]
+    assert sorted(named) == sorted(JSON_KEYS[clause])
 
 
 def test_messages_are_hugectrs_bytes() -> None:

@@ -2,6 +2,7 @@
 
 import hugectr
 import numpy as np
+import pytest
 from hugectr.inference import (
     HPS,
     CreateInferenceSession,
@@ -12,6 +13,8 @@ from hugectr.inference import (
 )
 from hugectr.tools import DataGenerator, DataGeneratorParams
 from mpi4py import MPI  # noqa: F401 - as HugeCTR's scripts do
+
+import viviane as vv
 
 DataGenerator(
     DataGeneratorParams(
@@ -121,6 +124,15 @@ keys = [3, 4, 30 + 1, 55 + 2, 30 + 5, 55 + 6]  # two rows of the wide table, the
 listed = session.predict([0.5] * 6, keys, [*range(3), *range(5)])
 assert len(listed) == 2
 assert all(0 < one < 1 for one in listed)
+
+params.volatile_db = None
+InferenceModel("wdl.json", params).save("models/wdl/1")
+row = {"dense": [[0.5] * 3] * 2, "wide_data_0": [[3], [4]], "deep_data_0": [[31], [35]], "deep_data_1": [[57], [61]]}
+with vv.InferenceSession("models/wdl/1", device="cpu", tables={"cache": {"share": 0.5}}) as moved:
+    assert np.allclose(moved.predict(row), listed, atol=1e-6)
+params.volatile_db = VolatileDatabaseParams(hugectr.DatabaseType_t.parallel_hash_map)
+with pytest.raises(ValueError, match="volatile_db"):
+    served.save("models/wdl/2")
 
 server = HPS(
     ParameterServerConfig(

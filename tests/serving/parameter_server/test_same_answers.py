@@ -52,6 +52,26 @@ def test_every_combination_of_tiers_has_the_bits_of_memory(
         assert item["tiers"][0]["misses"] == 0
 
 
+def test_a_model_saved_again_in_its_place_reads_no_older_rows(
+    rows: dict[str, Any], tmp_path: Path, valkey: Any
+) -> None:
+    from click_models import build, train
+
+    valkey.client().flushall()
+    model, clause = build(), {"cache": None, "redis": {"address": valkey.address}, "rocksdb": {"folder": "DB"}}
+    for step in range(2):
+        train(model, 1, step)
+        model.save(tmp_path / "ctr")
+        tables = filled(clause, tmp_path, valkey.address)
+        with InferenceSession(tmp_path / "ctr", device="cpu", tables=tables) as session:
+            assert np.array_equal(session.predict(rows), model.predict(rows)[:, 0])
+            assert session.tables is not None
+            assert session.tables.mover.drain(5)
+            for one in session.tables.hierarchies.values():  # as an update
+                keys, changed = next(iter(one.levels[-1].tier.scan()))
+                one.apply(keys[:5], np.zeros_like(changed[:5]), keys[:0], {})
+
+
 def test_replicas_share_tiers_and_keys_out_of_range_are_named(saved: Path, rows: dict[str, Any]) -> None:
     from click_models import click_batch
 

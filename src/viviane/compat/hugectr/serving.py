@@ -103,6 +103,19 @@ class InferenceModel:
         """The columns of the model: a bag of raw keys per slot."""
         return self._columns
 
+    def save(self, folder: str | Path) -> None:
+        """Save as a model folder of Viviane, for `viviane serve` and Triton.
+
+        Raises:
+            ConfigError: the tables are in a parameter server's tiers, not in memory.
+        """
+        if self._server is not None:
+            raise ConfigError(
+                "the tables are in databases, which a model folder does not hold", where="InferenceModel.save",
+                fix="leave volatile_db, persistent_db and update_source out of InferenceParams",
+            )  # fmt: skip
+        self._model.save(folder)
+
     def _assemble(self) -> Model:
         trainer = settings.Solver(device="cpu", precision="fp32")
         raw = replace(self._graph, added=tuple(_unsized(one) for one in self._graph.added),

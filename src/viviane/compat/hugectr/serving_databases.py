@@ -15,10 +15,10 @@ from viviane.store.redis_wire import TlsOptions
 
 _LARGEST: Final = 2**64 - 1
 _UNBOUNDED: Final = 2**63
-_MEMORY: Final = ("hash_map", "parallel_hash_map")
+_MEMORY: Final = ("hash_map", "parallel_hash_map", "multi_process_hash_map")
 _SIZES: Final = {
     "volatile_db": ("algorithm", "allocation_rate", "max_get_batch_size", "max_set_batch_size", "max_batch_size",
-                    "num_node_connections", "shared_memory_size", "shared_memory_name", "shared_memory_auto_remove"),
+                    "num_node_connections"),
     "persistent_db": ("num_threads", "max_batch_size", "max_get_batch_size", "max_set_batch_size", "backend"),
     "update_source": ("receive_buffer_size", "max_receive_buffer_size", "max_batch_size", "max_commit_interval"),
 }  # fmt: skip
@@ -71,7 +71,10 @@ class _Filtered(Settings):
 class VolatileDatabase(_Filtered):
     """Copies of rows in memory or in Redis; see `VolatileDatabaseParams`."""
 
-    type: Literal["hash_map", "parallel_hash_map", "redis_cluster"]
+    type: Literal["hash_map", "parallel_hash_map", "multi_process_hash_map", "redis_cluster"]
+    shared_memory_size: int = Field(ge=1)
+    shared_memory_name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,80}$")
+    shared_memory_auto_remove: StrictBool
     address: str = Field(min_length=1)
     num_partitions: int = Field(ge=1, le=16_384)
     enable_tls: StrictBool
@@ -91,6 +94,11 @@ class VolatileDatabase(_Filtered):
     def in_redis(self) -> bool:
         """Whether rows are in Redis."""
         return self.type == "redis_cluster"
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether rows are in memory that processes share."""
+        return self.type == "multi_process_hash_map"
 
     @property
     def addresses(self) -> str:
@@ -151,9 +159,6 @@ def volatile_database(params: Any) -> VolatileDatabase | None:
     if kind == "rocks_db":
         raise ConfigError("RocksDB is on a disk", where="volatile_db, type", value=kind,
                           allowed=", ".join([*_MEMORY, "redis_cluster"]), fix="make it the persistent_db")  # fmt: skip
-    if kind == "multi_process_hash_map":
-        raise ConfigError("memory that several processes share is not supported", where="volatile_db, type", value=kind,
-                          fix="parallel_hash_map in each process, or one redis_cluster for all")  # fmt: skip
     values = _kept(params, "volatile_db", VolatileDatabase)
     policy = values["overflow_policy"]
     if policy == DatabaseOverflowPolicy_t.evict_least_used:

@@ -220,3 +220,13 @@ def _clause(content: Any, name: str, kind: Any, file: str) -> Any:
                                   allowed=", ".join(known))  # fmt: skip
             values[field] = words[values[field]]
     return kind(**values)
+
+
+JSON_KEYS: Final[dict[str, tuple[str, ...]]] = {
+    "ps.json": (*_TOP, *_OF_3_1),
+    "models": tuple({*_OF_JSON, *_SAME, *_SPEED}),
+    "volatile_db": tuple(VolatileDatabaseParams.signature.defaults),
+    "persistent_db": tuple(PersistentDatabaseParams.signature.defaults),
+    "update_source": tuple(UpdateSourceParams.signature.defaults),
+}
+"""Every key that a parameter server's JSON may have, by clause."""

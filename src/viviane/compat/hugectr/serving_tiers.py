@@ -32,8 +32,10 @@ from viviane.store.host import HostTier
 from viviane.store.redis import RedisTier
 from viviane.store.rocks import RocksDatabase
 from viviane.store.row_layout import RowLayout
+from viviane.store.shared import SharedTier
 
 _BASE: Final = "base"
+_UNBOUNDED: Final = 2**63
 _INSTANCE: Final = b"viviane instance"
 
 
@@ -96,11 +98,17 @@ class Databases:
         Raises:
             ConfigError: a value cannot be, or both name a database and differ.
         """
-        return cls(
+        found = cls(
             volatile_database(_one(given, params, "volatile_db")),
             persistent_database(_one(given, params, "persistent_db")),
             update_source(_one(given, params, "update_source")),
         )
+        if found.source is not None and found.volatile is not None and found.volatile.is_shared:
+            raise ConfigError(
+                "processes apply updates at their own pace, so rows in shared memory could go back in time",
+                where="volatile_db, type", value=found.volatile.type, fix="parallel_hash_map or redis_cluster",
+            )  # fmt: skip
+        return found
 
     @property
     def keeps_in_memory(self) -> bool:
@@ -154,7 +162,7 @@ class TierMaker:
         if volatile is not None and volatile.in_redis:
             levels.append(Level(self._redis(volatile, databases, name, layout), "volatile"))
         elif volatile is not None:
-            host = _host(volatile, layout)
+            host = _host(volatile, base)
             keeps = databases.keeps_in_memory and isinstance(host, HostTier)
             levels.append(Level(host, "store" if keeps else "volatile"))
         if volatile is not None:
@@ -187,10 +195,18 @@ class TierMaker:
         return self._folders[path]
 
 
-def _host(volatile: VolatileDatabase, layout: RowLayout) -> HostTier | CacheTier:
+def _host(volatile: VolatileDatabase, base: KeyFilesTier) -> HostTier | CacheTier | SharedTier:
+    if volatile.is_shared:
+        rows = min(base.num_rows(), volatile.most_rows or _UNBOUNDED)
+        content = f"{base.digest()}.{base.layout.row_bytes}"
+        return SharedTier(
+            f"{volatile.shared_memory_name}.{content}", base.layout, max_rows=max(1, rows),
+            max_bytes=volatile.shared_memory_size, eviction=volatile.eviction,
+            remove=volatile.shared_memory_auto_remove,
+        )  # fmt: skip
     if volatile.most_rows is None:
-        return HostTier(layout)
-    return CacheTier(layout, volatile.most_rows, eviction=volatile.eviction,
+        return HostTier(base.layout)
+    return CacheTier(base.layout, volatile.most_rows, eviction=volatile.eviction,
                      resolution=volatile.overflow_resolution_target, name="host")  # fmt: skip
 
 

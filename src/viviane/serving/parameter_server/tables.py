@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -178,7 +179,11 @@ class ServedTables:
         return Level(tier, "volatile", CircuitBreaker(most_failures=1, pause_s=1.0))
 
     def _stored_name(self, full: str) -> str:
-        return f"{self.place.model}.{self.place.version}.{full}"
+        """Return a table's name in stores: its content is part of it, since a model may be saved again in its place."""
+        manifest = self.place.manifest
+        sums = "".join(manifest.files[name].sha256 for name in manifest.tables[full].files)
+        content = hashlib.sha256(sums.encode()).hexdigest()[:12]
+        return f"{self.place.model}.{self.place.version}.{full}.{content}"
 
     # Deltas -----------------------------------------------------------------------------------------------------
 
