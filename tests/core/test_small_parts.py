@@ -84,3 +84,11 @@ get_logger("etl").info("what happens")
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
     assert done.stderr == wanted
+
+
+@pytest.mark.parametrize("name", ["auto", "cuda", "cuda:1"])
+def test_a_gpu_has_the_number_that_tensors_on_it_have(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert resolve_device(name) == torch.device("cuda", 1)

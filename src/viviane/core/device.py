@@ -10,8 +10,8 @@ from viviane.core.errors import ConfigError
 def resolve_device(name: str = "auto") -> torch.device:
     """Return the device for "auto", "cpu", "cuda" or "cuda:N".
 
-    "auto" selects the first GPU if there is one, else the CPU. If a requested GPU does not exist, this raises an
-    error and never falls back to the CPU.
+    A GPU comes with its number, as tensors have it: "cuda" is the current one. "auto" selects the current GPU if there
+    is one, else the CPU. If a requested GPU does not exist, this raises an error and never falls back to the CPU.
 
     Example:
         >>> resolve_device("cpu")
@@ -34,4 +34,6 @@ def resolve_device(name: str = "auto") -> torch.device:
                 allowed=f"{count} GPU(s) visible to torch {torch.__version__}",
                 fix="set device to 'cpu' or 'auto', or run `viviane doctor`",
             )
+        if ":" not in name:
+            return torch.device("cuda", torch.cuda.current_device())
     return device
