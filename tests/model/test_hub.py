@@ -112,6 +112,30 @@ def test_a_pushed_model_comes_back_with_the_same_bits(hub: str) -> None:
     assert np.array_equal(again.predict(rows), made.predict(rows))
 
 
+def test_a_hub_that_fails_is_asked_again(hub: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = model()
+    made.push_to_hub("me/clicks", endpoint=hub, token="hf_x", card=model_card(made, license="mit"))
+    failures = [1, 1]
+    answer = Hub.do_GET
+
+    def failing(self: Hub) -> None:
+        if failures and "/resolve/" not in self.path:
+            failures.pop()
+            self.reply({"error": "busy"}, 503)
+        else:
+            answer(self)
+
+    monkeypatch.setattr(Hub, "do_GET", failing)
+    rows = {"c": [3, 4, 5]}
+    again = vv.Model.from_hub("me/clicks", endpoint=hub, token="hf_x")
+    assert np.array_equal(again.predict(rows), made.predict(rows))
+    assert not failures
+    failures += [1] * 1000
+    monkeypatch.setenv("VIVIANE_REMOTE_ATTEMPTS", "2")
+    with pytest.raises(RemoteError):
+        vv.Model.from_hub("me/clicks", endpoint=hub, token="hf_x")
+
+
 def test_what_the_hub_refuses_is_an_error_of_ours(hub: str) -> None:
     with pytest.raises(RemoteError, match="does not give"):
         vv.Model.from_hub("me/other", endpoint=hub, token="hf_x")

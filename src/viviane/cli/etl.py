@@ -42,6 +42,9 @@ def command(
         bool, typer.Option("--infer", help="Infer column types of INPUT; print them and the declarative file.")
     ] = False,
     label: Annotated[list[str] | None, typer.Option(help="With --infer: a column to predict; several times.")] = None,
+    statistics: Annotated[
+        bool, typer.Option("--statistics", help="Print statistics of the raw columns of --config as JSON, no more.")
+    ] = False,
     split: Annotated[str | None, typer.Option(help=_SPLIT_HELP)] = None,
     memory_limit: Annotated[str, typer.Option(help="Bound of the whole process: 4GB, 512MiB.")] = "4GB",
     threads: Annotated[int | None, typer.Option(help="CPU threads; all cores if not given.", min=1)] = None,
@@ -76,6 +79,9 @@ def command(
     if picture is not None:
         _draw(what, picture)
         return
+    if statistics:
+        _describe(what, inputs or [], memory_limit, threads, _bad_row(on_bad_row))
+        return
     if not inputs or output is None:
         raise ConfigError("the input or the output is missing", allowed="INPUT... --output FOLDER, or --picture FILE")
     if isinstance(what, SequenceConfig):
@@ -89,22 +95,31 @@ def command(
         return
     with _Progress() as progress:
         summary = run(
-            what,
-            inputs,
-            output,
-            split=split,
-            memory_limit=memory_limit,
-            threads=threads,
-            on_bad_row=_bad_row(on_bad_row),
-            engine=engine,
-            master=master,
-            spark=spark_settings(spark or []),
-            device=device,
-            resume=resume,
-            overwrite=overwrite,
+            what, inputs, output,
+            split=split, memory_limit=memory_limit, threads=threads, on_bad_row=_bad_row(on_bad_row), engine=engine,
+            master=master, spark=spark_settings(spark or []), device=device, resume=resume, overwrite=overwrite,
             progress=progress.show,
-        )
+        )  # fmt: skip
     _print(summary)
+
+
+def _describe(
+    what: EtlConfig | FittedEtl | SequenceConfig,
+    inputs: list[str],
+    memory_limit: str,
+    threads: int | None,
+    on_bad_row: Literal["error", "reject"],
+) -> None:
+    """Print what the raw columns hold."""
+    from dataclasses import asdict
+
+    from viviane.etl import EtlConfig
+    from viviane.etl import statistics as statistics_of
+
+    if not isinstance(what, EtlConfig) or not inputs:
+        raise ConfigError("--statistics reads files with a config of rows", allowed="INPUT... --config etl.json")
+    found = statistics_of(what, inputs, memory_limit=memory_limit, threads=threads, on_bad_row=on_bad_row)
+    typer.echo(json.dumps([asdict(one) for one in found], indent=2, ensure_ascii=False))
 
 
 def _refuse_of_rows(split: str | None, engine: str, has_options: bool) -> None:

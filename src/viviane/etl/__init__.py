@@ -1,6 +1,7 @@
 """Feature engineering: raw logs to a data set and its schema, in bounded memory, resumable."""
 
 from viviane.etl.config import EtlConfig
+from viviane.etl.describe import ColumnStatistics, statistics
 from viviane.etl.drawing import picture
 from viviane.etl.entry import PRESETS, fit, run
 from viviane.etl.fitted import FittedEtl
@@ -13,6 +14,7 @@ from viviane.etl.sequence_job import SequenceSummary, sequences
 
 __all__ = [
     "PRESETS",
+    "ColumnStatistics",
     "EtlConfig",
     "FittedEtl",
     "Inferred",
@@ -28,4 +30,5 @@ __all__ = [
     "register_function",
     "run",
     "sequences",
+    "statistics",
 ]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
 from viviane.core.errors import ConfigError, RemoteError
 from viviane.core.optional import require
+from viviane.core.remote.retry import retried
 
 CARD: Final = "README.md"
 _MOST_COLUMNS: Final = 100
@@ -85,8 +87,13 @@ def push(model: Any, repo_id: str, *, private: bool | None, token: str | None, e
         (Path(folder) / "model" / CARD).write_text(card.replace("OWNER/NAME", repo_id), encoding="utf-8")
         try:
             api = hub.HfApi(endpoint=endpoint, token=token)
-            where = api.create_repo(repo_id, private=private, exist_ok=True)
-            api.upload_folder(repo_id=repo_id, folder_path=Path(folder) / "model", commit_message=message)
+            where = _tried(lambda: api.create_repo(repo_id, private=private, exist_ok=True), repo_id, "creating")
+            _tried(
+                lambda: api.upload_folder(
+                    repo_id=repo_id, folder_path=Path(folder) / "model", commit_message=message
+                ),
+                repo_id, "writing",
+            )  # fmt: skip
         except Exception as error:
             if not _is_remote(error):
                 raise
@@ -107,7 +114,12 @@ def pull(repo_id: str, *, revision: str | None, token: str | None, endpoint: str
     hub = _library()
     folder = Path(tempfile.mkdtemp(prefix="viviane-hub-"))
     try:
-        hub.snapshot_download(repo_id, revision=revision, token=token, endpoint=endpoint, local_dir=folder)
+        _tried(
+            lambda: hub.snapshot_download(
+                repo_id, revision=revision, token=token, endpoint=endpoint, local_dir=folder
+            ),
+            repo_id, "reading",
+        )  # fmt: skip
         if not (folder / "files.json").exists():
             fix = "push one: model.push_to_hub"
             raise ConfigError("the repository holds no model of Viviane", where=repo_id, fix=fix)
@@ -122,6 +134,37 @@ def pull(repo_id: str, *, revision: str | None, token: str | None, endpoint: str
 
 def _library() -> Any:
     return require("huggingface_hub", extra="hub", purpose="the Hugging Face Hub")
+
+
+def _tried(request: Callable[[], Any], repo_id: str, purpose: str) -> Any:
+    """Return the result of a request, tried again while the Hub does not answer; what it refuses is raised at once."""
+    refusal: list[Exception] = []
+
+    def once() -> Any:
+        try:
+            return request()
+        except Exception as error:
+            if _is_transient(error):
+                raise ConnectionError(_line(error)) from None
+            refusal.append(error)
+            raise RemoteError("the Hub refuses", where=repo_id) from error
+
+    try:
+        return retried(once, f"the Hub's {repo_id}", purpose)
+    except RemoteError:
+        if refusal:
+            raise refusal[0] from None
+        raise
+
+
+def _is_transient(error: Exception) -> bool:
+    """Whether a second try may succeed: no answer, too many requests, a failure of the server."""
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    if status is not None:
+        return status in (408, 429) or status >= 500
+    unanswered = ("ConnectError", "ReadError", "WriteError", "RemoteProtocolError", "LocalEntryNotFoundError")
+    names = {kind.__name__ for kind in type(error).__mro__}
+    return isinstance(error, ConnectionError | TimeoutError) or bool(names & {*unanswered, "TimeoutException"})
 
 
 def _is_remote(error: Exception) -> bool:
