@@ -3,6 +3,7 @@
 import copy
 import pickle
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -168,6 +169,15 @@ def test_what_is_not_supported_is_refused():
     for options, words in (
         ({"max_norm": -1.0}, "max_norm"),
         ({"max_norm": float("nan")}, "max_norm"),
+        ({"max_norm": "1"}, "max_norm"),
+        ({"max_norm": True}, "max_norm"),
+        ({"max_norm": 1.0, "norm_type": None}, "norm_type"),
+        ({"scale_grad_by_freq": 2}, "scale_grad_by_freq"),
+        ({"include_last_offset": "no"}, "include_last_offset"),
+        ({"sparse": None}, "sparse"),
+        ({"padding_idx": "0"}, "padding_idx"),
+        ({"padding_idx": 1.0}, "padding_idx"),
+        ({"_weight": [[1.0]]}, "_weight"),
         ({"max_norm": 1.0, "norm_type": 0.0}, "norm_type"),
         ({"mode": "max", "scale_grad_by_freq": True}, "scale_grad_by_freq"),
         ({"mode": "median"}, "no such mode"),
@@ -176,6 +186,10 @@ def test_what_is_not_supported_is_refused():
     ):
         with pytest.raises(ConfigError, match=words):
             EmbeddingBag(5, 2, **options)
+    for sizes in (("5", 2), (5.0, 2), (True, 2), (5, 0)):
+        with pytest.raises(ConfigError, match="is no size"):
+            EmbeddingBag(*sizes)
+    assert EmbeddingBag(np.int64(5), np.int32(2), max_norm=np.float32(1), padding_idx=np.int64(-1)).padding_idx == 4
     bag, ids = EmbeddingBag(5, 2, mode="sum"), torch.tensor([1, 2])
     with pytest.raises(DataError, match="must be finite"):
         bag(ids, torch.tensor([0]), torch.tensor([1.0, float("inf")], requires_grad=True))
@@ -191,9 +205,19 @@ def test_what_is_not_supported_is_refused():
         (ids, torch.tensor([0, 3])),
         (ids, torch.tensor([0, 2, 1])),
         (ids, torch.tensor([0]), torch.ones(3)),
+        ([1, 2], torch.tensor([0])),
+        (ids, [0]),
+        (ids, torch.tensor([0]), [1.0, 1.0]),
+        (None,),
     ):
         with pytest.raises(DataError):
             bag(*call)
+    bag(torch.tensor([[1, 2]])).sum().backward()
+    before = bag.weight.clone()
+    for numbers in (("0.1",), (float("nan"),), (0.1, float("inf")), (0.1, 1.0, None)):
+        with pytest.raises(ConfigError, match="finite"):
+            bag.step(*numbers)
+    assert torch.equal(bag.weight, before)
 
 
 def test_compiled_in_one_graph():

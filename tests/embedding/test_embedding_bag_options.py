@@ -10,7 +10,7 @@ from torch import nn
 
 from viviane.config import SGD, AdaGrad, Adam
 from viviane.core.errors import DataError, KeyRangeError
-from viviane.embedding import EmbeddingBag
+from viviane.embedding import EmbeddingBag, RowMean
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 RATE = 0.3
@@ -122,6 +122,23 @@ def test_max_norm_changes_only_looked_up_rows_and_does_so_in_eval_mode():
     with pytest.raises(DataError, match="whole numbers"):
         own(torch.tensor([[0.0, 2.0]]))
     assert torch.equal(own.weight, before)
+
+
+def test_max_norm_and_the_running_mean_of_rows():
+    """Rows rest for some steps; the mean of those steps is that of the rows before a lookup scales them."""
+    own = EmbeddingBag.from_pretrained(torch.full((3, 2), 4.0), freeze=False, max_norm=1.0, mode="sum")
+    (storage,) = own.collection.fixed_storages()
+    storage.row_mean = mean = RowMean(own.weight)
+    truth = own.weight.double().clone()
+    for step, decay in enumerate((0.9, 0.5, 0.8, 0.7, 0.6)):
+        if step in (2, 3):
+            own(torch.tensor([[step - 1, step - 1]])).sum().backward()
+        mean.advance(decay)
+        if step in (2, 3):
+            own.step(0.25)
+        truth = decay * truth + (1 - decay) * own.weight.double()
+    torch.testing.assert_close(mean.catch_up(own.weight).mean.double(), truth, rtol=1e-6, atol=1e-6)
+    assert float(truth[0, 0]) == 4.0
 
 
 def test_weights_of_a_frozen_table_learn():

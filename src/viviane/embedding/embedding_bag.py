@@ -5,7 +5,9 @@ Shapes: V rows of the table, D their width, B bags, N ids of all bags, H ids of 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -83,8 +85,13 @@ class EmbeddingBag(nn.Module):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        _check_options(mode, max_norm, norm_type, scale_grad_by_freq)
-        if padding_idx is not None and not -num_embeddings <= padding_idx < num_embeddings:
+        flags = {"scale_grad_by_freq": scale_grad_by_freq, "sparse": sparse, "include_last_offset": include_last_offset}
+        _check_options(mode, max_norm, norm_type, flags, _weight)
+        for name, value in (("num_embeddings", num_embeddings), ("embedding_dim", embedding_dim)):
+            if not _is_number(value, Integral) or value < 1:
+                raise ConfigError(f"{name} is no size", value=value, allowed="a whole number from 1")
+        is_row = _is_number(padding_idx, Integral) and -num_embeddings <= (padding_idx or 0) < num_embeddings
+        if padding_idx is not None and not is_row:
             raise ConfigError(
                 "padding_idx is no row", value=padding_idx, allowed=f"{-num_embeddings} to {num_embeddings - 1}"
             )
@@ -153,6 +160,9 @@ class EmbeddingBag(nn.Module):
             DataError: shapes do not fit.
             KeyRangeError: an id is not in 0 <= id < V; on a GPU `step` raises it.
         """
+        for name, value in (("input", input), ("offsets", offsets), ("per_sample_weights", per_sample_weights)):
+            if not isinstance(value, Tensor) and (value is not None or name == "input"):
+                raise DataError(f"{name} is no tensor", value=type(value).__name__)
         if input.dim() == 2 and offsets is None:
             size, length = input.shape
             bounds = torch.arange(size + 1, device=input.device) * length
@@ -205,7 +215,14 @@ class EmbeddingBag(nn.Module):
         return weights.reshape(-1).to(torch.float32)
 
     def step(self, lr: float, scale: float | Tensor = 1.0, factor: float = 1.0) -> None:
-        """Move the touched rows; see `EmbeddingCollection.step`."""
+        """Move the touched rows; see `EmbeddingCollection.step`.
+
+        Raises:
+            ConfigError: a number is not finite; it would make the rows NaN.
+        """
+        for name, value in (("lr", lr), ("scale", scale), ("factor", factor)):
+            if not isinstance(value, Tensor) and not (_is_number(value) and math.isfinite(value)):
+                raise ConfigError(f"{name} is no finite number", where="EmbeddingBag.step", value=value)
         self.collection.step(lr, scale, factor)
 
     # A state dict has what that of nn.EmbeddingBag has: the rows. The optimizer's state is apart, as torch's is.
@@ -265,18 +282,29 @@ class EmbeddingBag(nn.Module):
         return given if self.padding_idx is None else f"{given}, padding_idx={self.padding_idx}"
 
 
-def _check_options(mode: str, max_norm: float | None, norm_type: float, scale_grad_by_freq: bool) -> None:
+def _check_options(mode: Any, max_norm: Any, norm_type: Any, flags: Mapping[str, Any], weight: Any) -> None:
     if mode not in ("sum", "mean", "max"):
         raise ConfigError("no such mode", value=mode, allowed="'sum', 'mean', 'max'")
-    if max_norm is not None and not max_norm >= 0:
-        raise ConfigError("max_norm is no norm", value=max_norm, allowed="at least 0, or None")
-    if not norm_type > 0:
-        raise ConfigError("norm_type is no norm", value=norm_type, allowed="above 0; inf is the largest magnitude")
-    if scale_grad_by_freq and mode == "max":
+    if max_norm is not None and not (_is_number(max_norm) and max_norm >= 0):
+        raise ConfigError("max_norm is no norm", value=max_norm, allowed="a number, at least 0, or None")
+    if not (_is_number(norm_type) and norm_type > 0):
+        raise ConfigError(
+            "norm_type is no norm", value=norm_type, allowed="a number above 0; inf is the largest magnitude"
+        )
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise ConfigError(f"{name} is no bool", value=value, allowed="True, False")
+    if weight is not None and not isinstance(weight, Tensor):
+        raise ConfigError("_weight is no tensor", value=type(weight).__name__, allowed="a tensor (V, D), or None")
+    if flags["scale_grad_by_freq"] and mode == "max":
         raise ConfigError(
             "scale_grad_by_freq does not apply to maxima", value=mode, allowed="'sum', 'mean'",
             fix="leave out scale_grad_by_freq; torch.nn.EmbeddingBag refuses it, too",
         )  # fmt: skip
+
+
+def _is_number(value: Any, kind: type = Real) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)
 
 
 class _Table(EmbeddingCollection):

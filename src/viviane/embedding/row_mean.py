@@ -85,6 +85,17 @@ class RowMean:
             self._visited.index_copy_(0, rows, torch.where(gate != 0, logs, rest))
         self.mean.index_copy_(0, rows, new)
 
+    def catch_up_rows(self, rows: Tensor, weight: Tensor) -> None:
+        """Bring rows up to the present step, before they change outside of a step.
+
+        Args:
+            rows: (N,), int64; no row repeats.
+            weight: (N, D), their numbers before the change.
+        """
+        rested = (self._log_decay - self._visited.index_select(0, rows)).exp().to(torch.float32).unsqueeze(1)
+        self.mean.index_copy_(0, rows, weight + rested * (self.mean.index_select(0, rows) - weight))
+        self._visited.index_fill_(0, rows, self._log_decay)
+
     def catch_up(self, weight: Tensor) -> RowMean:
         """Bring all rows up to the present step; at once where they are."""
         if self._log_decay == 0.0:

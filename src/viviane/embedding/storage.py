@@ -445,6 +445,8 @@ class Storage(TableStorage):
         norms = torch.linalg.vector_norm(own.index_select(0, ids), norm_type, dim=1, dtype=torch.float32)
         ids, norms = ids[norms > max_norm], norms[norms > max_norm]
         with self._updating(ids + self.bases[table]):
+            if self.row_mean is not None:
+                self.row_mean.catch_up_rows(ids + self.bases[table], own.index_select(0, ids))
             # As torch computes it, so that rows which it makes equal are equal here.
             scale = (max_norm / (norms.to(torch.float64) + 1e-7)).to(torch.float32)
             own.index_copy_(0, ids, (own.index_select(0, ids) * scale.unsqueeze(1)).to(own.dtype))
