@@ -468,7 +468,8 @@ def test_each_rule_of_a_table(given: dict[str, Any], static: bool, expected: Any
     assert rule.to_sparse(static=static, where="test") == expected
 
 
-def test_every_name_of_an_older_version_is_taken_where_its_table_says() -> None:
+def test_every_name_of_an_older_version_is_taken_where_its_table_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("viviane.compat.hugectr.arguments.checked_type", lambda call, name, value, *_: value)
     own = {"DataSourceParams": MADE["hugectr.data"].DataSourceParams}
     for version, calls in RENAMED.items():
         for call, names in calls.items():

@@ -33,7 +33,7 @@ def command(
     ] = "criteo-kaggle",
     rows: Annotated[str | None, typer.Option(help="Sizes of your own, instead of --tables: 1e6,50000,10.")] = None,
     max_rows: Annotated[str | None, typer.Option(help="No table is larger than this.")] = None,
-    dim: Annotated[int, typer.Option(min=1, help="Width of the rows.")] = 16,
+    dim: Annotated[int, typer.Option(min=1, max=2**20, help="Width of the rows.")] = 16,
     batch: Annotated[str, typer.Option(help="Rows of a batch; several with commas.")] = "2048",
     optimizer: Annotated[
         str | None,

@@ -45,6 +45,9 @@ def command(
         return
     content = {} if version is None else {"parameters": {"version": version}}
     found = ask(url, f"/v2/repository/models/{quote(str(model), safe='')}/{action}", content)
+    if not isinstance(found, dict):
+        raise RemoteError("the server's reply is no JSON object", where=url, value=str(found)[:80],
+                          fix="check that the address is that of `viviane serve`")  # fmt: skip
     number = found.get("version", version)
     typer.echo(f"{model}: {action}" + ("" if number is None else f", version {number}"))
 

@@ -30,7 +30,9 @@ def command(
     changes: Annotated[
         list[str] | None, typer.Option("--set", metavar="PATH=VALUE", help="A setting that stays, as for train.")
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of the sampler; each trial trains with the file's own seed.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, max=2**32 - 1, help="Of the sampler; each trial trains with the file's own seed.")
+    ] = 0,
 ) -> None:
     """Search settings. Trials are kept in a journal, so that the same command continues an interrupted search."""
     from viviane.cli.search_space import default_space, parse_range

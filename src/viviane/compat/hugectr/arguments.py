@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Final
 
 import numpy as np
 
+from viviane.compat.hugectr.argument_types import checked_type
 from viviane.compat.hugectr.versions import older_names
 from viviane.core.errors import ConfigError, suggest
 
@@ -63,7 +64,7 @@ class Signature:
         """Return a value for each argument; tuples and NumPy arrays become lists if HugeCTR expects a list.
 
         Raises:
-            ConfigError: an argument is unknown, missing, given twice, or refused.
+            ConfigError: an argument is unknown, missing, given twice, of another type, or refused.
         """
         if len(args) > len(self.defaults):
             raise ConfigError("too many arguments", where=self.name, value=len(args), allowed=", ".join(self.defaults))
@@ -76,7 +77,10 @@ class Signature:
             if name in values:
                 raise ConfigError("an argument is given twice", where=self.name, value=name)
             values[name] = value
-        values = {name: _plain(value, self.defaults[name]) for name, value in values.items()}
+        values = {
+            name: checked_type(self.name, name, _plain(value, self.defaults[name]), self.defaults[name], REQUIRED)
+            for name, value in values.items()
+        }
         for name, default in self.defaults.items():
             if name not in values:
                 if default is REQUIRED:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from viviane.batch import Batch
 from viviane.compat.hugectr import json_graph
+from viviane.compat.hugectr.argument_types import typed
 from viviane.compat.hugectr.arguments import print_notes, say
 from viviane.compat.hugectr.collection import EmbeddingCollectionConfig
 from viviane.compat.hugectr.columns import Columns
@@ -60,9 +61,18 @@ class Model(ModelFiles):
         mos: MosParams | None = None,
         optimizer: OptParams | None = None,
     ) -> None:
-        opt_params, etc_params = opt_params or optimizer, etc_params or etc or mos
+        opt_params = optimizer if opt_params is None else opt_params
+        etc_params = next((one for one in (etc_params, etc, mos) if one is not None), None)
         if isinstance(reader_params, OptParams):
             reader_params, opt_params = None, reader_params
+        for name, value, kind in (
+            ("solver", solver, Solver), ("reader_params", reader_params, DataReaderParams),
+            ("opt_params", opt_params, OptParams), ("etc_params", etc_params, EtcParams | MosParams),
+        ):  # fmt: skip
+            if not isinstance(value, kind) and (value is not None or name == "solver"):
+                allowed = _MADE_BY[name]
+                raise ConfigError("an argument has the wrong type", where=f"Model, {name}", value=type(value).__name__,
+                                  allowed=allowed, fix="hugectr.Model(solver, reader, optimizer)")  # fmt: skip
         for name, value in getattr(opt_params, "schedule", dict)().items():
             setattr(solver, name, value)
         self.solver, self._reader_params, self.opt_params = solver, reader_params, opt_params or OptParams()
@@ -106,6 +116,7 @@ class Model(ModelFiles):
 
     # Building ---------------------------------------------------------------------------------------------
 
+    @typed
     def add(self, layer: Any) -> None:
         """Append an Input, an embedding, a collection of them, or a layer.
 
@@ -125,6 +136,7 @@ class Model(ModelFiles):
             )
         self.added.append(layer)
 
+    @typed
     def compile(self, loss_names: Sequence[str] | None = None, loss_weights: Sequence[float] | None = None) -> None:
         """Check the graph, create the weights, open the data.
 
@@ -135,6 +147,9 @@ class Model(ModelFiles):
         if self._model is not None:
             raise ConfigError("the model is already compiled")
         graph = Graph.of(self.added)
+        if len(loss_names or ()) != len(loss_weights or ()):
+            raise ConfigError("one weight per loss name is needed", where="Model.compile, loss_weights",
+                              value=loss_weights, allowed=f"{len(loss_names or ())} numbers")  # fmt: skip
         weights = dict(zip(graph_names(loss_names or ()), loss_weights or (), strict=True))
         if not weights and graph.given.label_weights and graph.given.label_names:
             weights = dict(zip(graph.given.label_names, graph.given.label_weights, strict=True))
@@ -190,10 +205,12 @@ class Model(ModelFiles):
         described = describe_graph(graph, self.solver, self.reader_params, self.opt_params, self._settings)
         described.describe().print()
 
+    @typed
     def graph_to_json(self, graph_config_file: str) -> None:
         """Write the graph as HugeCTR's JSON."""
         json_graph.write_graph(graph_config_file, Graph.of(self.added), self.solver, self.reader_params)
 
+    @typed
     def construct_from_json(self, graph_config_file: str, include_dense_network: bool = True) -> None:
         """Add the content of a JSON graph: its data and embeddings, and its dense layers if requested."""
         for layer in json_graph.read_graph(graph_config_file, include_dense_network):
@@ -201,6 +218,7 @@ class Model(ModelFiles):
 
     # Training ---------------------------------------------------------------------------------------------
 
+    @typed
     def fit(
         self,
         num_epochs: int | None = None,
@@ -230,6 +248,7 @@ class Model(ModelFiles):
         else:
             fit_epochs(self, given, self._sources, self._keysets)
 
+    @typed
     def train(self, is_first_batch: bool = True) -> bool:
         """Train on one batch with the current learning rate; return False at the end of the data."""
         batch = self._train.next_batch()
@@ -240,6 +259,7 @@ class Model(ModelFiles):
             self._loss = trainer.train_step(batch, self.lr)
         return True
 
+    @typed
     def eval(self, eval_batch: int = -1) -> bool:
         """Evaluate one batch; return False at the end of the data."""
         batch = self._eval.next_batch()
@@ -295,6 +315,7 @@ class Model(ModelFiles):
         self._sources, self._keysets = (_listed(values.get(name, [])) for name in ("source", "keyset"))
         self.reader_params.eval_source = values.get("eval_source", self.reader_params.eval_source)
 
+    @typed
     def check_out_tensor(self, tensor_name: str, tensor_type: Tensor_t) -> NDArray[np.float32]:
         """Return a tensor of the last evaluation batch, or its gradient in the last training step.
 
@@ -327,20 +348,24 @@ class Model(ModelFiles):
         """Return the schedule of the solver."""
         return self._scheduler
 
+    @typed
     def reset_learning_rate_scheduler(self, base_lr: float, *args: Any, **given: Any) -> None:
         """Start another schedule."""
         self._scheduler = LearningRateScheduler(base_lr, *args, **given)
 
+    @typed
     def set_learning_rate(self, lr: float) -> None:
         """Set the learning rate of the next `train`."""
         self.lr = float(lr)
 
     # Weights ----------------------------------------------------------------------------------------------
 
+    @typed
     def freeze_embedding(self, embedding_name: str | None = None) -> None:
         """Freeze one embedding, or all."""
         self.viviane.freeze_embedding(None if embedding_name is None else graph_name(embedding_name))
 
+    @typed
     def unfreeze_embedding(self, embedding_name: str | None = None) -> None:
         """Unfreeze one embedding, or all."""
         self.viviane.unfreeze_embedding(None if embedding_name is None else graph_name(embedding_name))
@@ -359,6 +384,12 @@ class Model(ModelFiles):
 
 class ModelPerfExt(Model):
     """HugeCTR 3.3's faster Model; here the same as Model."""
+
+
+_MADE_BY: Final = {
+    "solver": "what CreateSolver returns", "reader_params": "DataReaderParams",
+    "opt_params": "what CreateOptimizer returns", "etc_params": "what CreateETC or CreateMOS returns",
+}  # fmt: skip
 
 
 def _listed(value: Any) -> list[str]:

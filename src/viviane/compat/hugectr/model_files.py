@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from viviane.compat.hugectr import collection_files, files, states
+from viviane.compat.hugectr.argument_types import typed
 from viviane.compat.hugectr.collection import EmbeddingCollectionConfig
 from viviane.compat.hugectr.columns import Columns
 from viviane.compat.hugectr.inputs import SparseEmbedding
@@ -43,6 +44,7 @@ class ModelFiles:
     def _collections(self) -> list[EmbeddingCollectionConfig]:
         return [one for one in self.added if isinstance(one, EmbeddingCollectionConfig)]
 
+    @typed
     def save_params_to_files(  # iter and data_source_params are HugeCTR's names
         self,
         prefix: str,
@@ -64,11 +66,13 @@ class ModelFiles:
             self._cache.write()
         wait_for_all()
 
+    @typed
     def load_dense_weights(self, dense_model_file: str, *more: Any, data_source_params: Any = None) -> None:
         """Load dense weights that save_params_to_files or HugeCTR wrote."""
         _check((*more, data_source_params), "load_dense_weights")
         files.load_dense(self.viviane, dense_model_file)
 
+    @typed
     def load_sparse_weights(
         self,
         sparse_embedding_files: Sequence[str] | Mapping[str, str] = (),
@@ -81,6 +85,7 @@ class ModelFiles:
         given = sparse_embedding_files_map or sparse_embedding_files
         self.remember_orders(files.load_sparse(self.viviane, self.columns, given))
 
+    @typed
     def load_dense_optimizer_states(
         self, dense_opt_states_file: str, *more: Any, data_source_params: Any = None
     ) -> None:
@@ -88,6 +93,7 @@ class ModelFiles:
         _check((*more, data_source_params), "load_dense_optimizer_states")
         states.load_dense_states(self.viviane, dense_opt_states_file)
 
+    @typed
     def load_sparse_optimizer_states(
         self,
         sparse_opt_states_files: Sequence[str] | Mapping[str, str] = (),
@@ -105,14 +111,17 @@ class ModelFiles:
         """Store the order of keys in files: files of optimizer state use the same order."""
         self._orders.update(orders)
 
+    @typed
     def embedding_dump(self, path: str, table_names: Sequence[str] = ()) -> None:
         """Write the tables of embedding collections, or the named ones, in HugeCTR's layout."""
         collection_files.dump(self.viviane, self.columns, self._collections, path, table_names)
 
+    @typed
     def embedding_load(self, path: str, table_names: Sequence[str] = ()) -> None:
         """Load the tables of embedding collections, or the named ones."""
         collection_files.load(self.viviane, self.columns, self._collections, path, table_names)
 
+    @typed
     def export_predictions(self, output_prediction_file_name: str, output_label_file_name: str) -> None:
         """Append predictions and labels of the last evaluation batch to text files, one value per line.
 

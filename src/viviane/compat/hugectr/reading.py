@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from viviane.batch import Batch
+from viviane.compat.hugectr.argument_types import typed
 from viviane.compat.hugectr.columns import Columns
 from viviane.compat.hugectr.enums import Check_t, DataReaderType_t
 from viviane.compat.hugectr.inputs import DataReaderParams
@@ -50,6 +51,7 @@ class DataReader:
         if repeat:
             self.set_source(params.sources[0] if training else params.eval_source)
 
+    @typed
     def set_source(self, file_name: str | list[str] | None = None) -> None:
         """Start reading a source; without one, or with "", restart the current one, initially the parameters'.
 
@@ -142,6 +144,7 @@ class EarlyReader:
         self._made: DataReader | None = None
         self._calls: list[str | list[str] | None] = []
 
+    @typed
     def set_source(self, file_name: str | list[str] | None = None) -> None:
         """Set the source, see `DataReader.set_source`."""
         if self._made is None:

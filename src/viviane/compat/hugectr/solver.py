@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 
 import viviane.config as settings
+from viviane.compat.hugectr.argument_types import typed
 from viviane.compat.hugectr.arguments import Arguments, Signature, note, say
 from viviane.compat.hugectr.enums import AllReduceAlgo, DeviceLayout, LrPolicy_t, MetricsType, Optimizer_t, Update_t
 from viviane.compat.hugectr.processes import group, num_processes, shared_device
@@ -99,6 +100,7 @@ class LearningRateScheduler:
         (0.25, 0.5, 2)
     """
 
+    @typed
     def __init__(
         self,
         base_lr: float,

@@ -104,7 +104,14 @@ def check_writable(prefix: str, where: str) -> None:
 
 
 def note_remote(params: Any, where: str) -> None:
-    """Print a note about a remote file system: its files are read from their mount paths."""
+    """Print a note about a remote file system: its files are read from their mount paths.
+
+    Raises:
+        ConfigError: the argument is no DataSourceParams.
+    """
+    if params is not None and not isinstance(params, DataSourceParams):
+        raise ConfigError("an argument has the wrong type", where=f"{where}, data_source_params", value=params,
+                          allowed="hugectr.data.DataSourceParams")  # fmt: skip
     if isinstance(params, DataSourceParams) and not params.is_local and not params.use_hdfs:
         note(where, f"data_source_params: files of {getattr(params.source, 'name', params.source)} are read from "
                     "their mount paths")  # fmt: skip
