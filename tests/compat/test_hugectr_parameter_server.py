@@ -142,7 +142,8 @@ def test_databases_in_python_are_checked_alike(tables: Path) -> None:
         with pytest.raises(ConfigError, match=named):
             HPS(ParameterServerConfig(inference_params_array=list(models), **given))
 
-    refused("unknown type", params(), volatile_db=VolatileDatabaseParams("hash_map"))
+    with pytest.raises(ConfigError, match=r"(?s)wrong type.*DatabaseType_t.hash_map"):
+        VolatileDatabaseParams("no_such")
     refused("name different ones", params(volatile_db=VolatileDatabaseParams(num_partitions=3)),
             volatile_db=VolatileDatabaseParams())  # fmt: skip
     refused("same name", params(), params())
