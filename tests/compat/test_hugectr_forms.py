@@ -81,12 +81,8 @@ FORMS: dict[str, tuple[Callable[[], Any], Any]] = {
     "CreateMOS of 3.2.1": (lambda: h.CreateMOS([h.TrainPSType_t.Staged], ["a"]).folders, ["a"]),
     "HMemCacheConfig": (lambda: h.HMemCacheConfig(2, 0.5, 0).num_blocks, 2),
     "a table of 3.7": (lambda: h.EmbeddingTableConfig(4, 100, 16, 0, 99).name, "4"),
-    "a cache in Redis": (
-        lambda: inference.InferenceParams(
-            "m", 10, 0.5, "d", ["s"], 0, True, 0.5, False, db_type=h.Database_t.Hierarchy, redis_ip="127.0.0.1:7000",
-            rocksdb_path="/x", cache_size_percentage_redis=0.5,
-        ).redis_ip,
-        "127.0.0.1:7000",
+    "tables of 3.1 in memory": (
+        lambda: inference.InferenceParams("m", 10, 0.5, "d", ["s"], db_type=h.Database_t.Local).model_name, "m",
     ),
     "a metric by its name": (lambda: list(h.CreateSolver(metrics_spec={"AUC": 0.8}).metrics_spec), [h.MetricsType.AUC]),
     "kafka_brokers": (lambda: h.CreateSolver(kafka_brokers="a").kafka_brockers, "a"),

@@ -12,7 +12,7 @@ from uuid import uuid4
 import numpy as np
 import pytest
 
-from viviane.compat.hugectr.enums import DatabaseType_t, UpdateSourceType_t
+from viviane.compat.hugectr.enums import Database_t, DatabaseType_t, UpdateSourceType_t
 from viviane.compat.hugectr.messages import MessageSink, decode, encode, topic_of
 from viviane.compat.hugectr.parameter_server import HPS
 from viviane.compat.hugectr.serving_params import (
@@ -149,6 +149,8 @@ def test_databases_in_python_are_checked_alike(tables: Path) -> None:
     refused("same name", params(), params())
     with pytest.raises(ConfigError, match="VIVIANE_REDIS_PASSWORD"):
         VolatileDatabaseParams(password="hunter2")
+    with pytest.raises(ConfigError, match=r"(?s)db_type.*Local.*volatile_db"):
+        params(db_type=Database_t.Hierarchy, redis_ip="127.0.0.1:7000")
 
 
 def test_arguments_without_effect_are_named(tables: Path, capsys: pytest.CaptureFixture[str]) -> None:

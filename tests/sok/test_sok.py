@@ -42,3 +42,29 @@ def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
             sok.load(tmp_path, table)
     file.write_bytes(whole)
     sok.load(tmp_path, table)
+
+
+KEYS = """
+import tensorflow as tf
+import viviane.tensorflow as sok
+from viviane.core.errors import DataError
+
+sok.Init(global_batch_size=2)
+layer = sok.All2AllDenseEmbedding(max_vocabulary_size_per_gpu=10, embedding_vec_size=4)
+assert layer(tf.constant([[[3]], [[4]]], tf.int16)).shape == (2, 1, 1, 4)
+for wrong in (tf.constant([[[3.0]]]), tf.constant([[[2**63]]], tf.uint64), tf.constant([[[True]]])):
+    try:
+        layer(wrong)
+    except DataError as error:
+        assert "not whole numbers" in str(error) and wrong.dtype.name in str(error), error
+        print("refused")
+"""
+
+
+def test_keys_of_a_dense_layer_are_whole_numbers() -> None:
+    pytest.importorskip("tf_keras")
+    added = {"TF_USE_LEGACY_KERAS": "1", "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": "-1"}
+    command = [sys.executable, "-c", KEYS]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | added, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.split() == ["refused"] * 3

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from viviane.core.errors import CheckpointError, ConfigError
+from viviane.core.errors import CheckpointError, ConfigError, DataError
 from viviane.core.files import write_bytes_atomic
 from viviane.tensorflow.lookup import all2all_dense_embedding, lookup_sparse
 from viviane.tensorflow.optimizer import Adam, OptimizerWrapper
@@ -139,6 +139,22 @@ def _distributed() -> Any:
     return DistributedEmbedding
 
 
+def _whole(keys: Any) -> Any:
+    """Return keys of a narrower type of whole numbers as int64.
+
+    Raises:
+        DataError: they are of another type, which a cast would round or wrap without a word.
+    """
+    tf = tensorflow()
+    if keys.dtype not in (tf.int8, tf.int16, tf.uint8, tf.uint16, tf.uint32):
+        raise DataError(
+            "keys are not whole numbers", where="All2AllDenseEmbedding", value=keys.dtype.name,
+            allowed="int8, int16, int32, int64, uint8, uint16, uint32",
+            fix="read them as int64; tf.cast(keys, tf.int64) where you know that no float was rounded",
+        )  # fmt: skip
+    return tf.cast(keys, tf.int64)
+
+
 @cache
 def _all_to_all() -> Any:
     class All2AllDenseEmbedding(_base()):  # type: ignore[misc]
@@ -157,7 +173,7 @@ def _all_to_all() -> Any:
 
         def call(self, inputs: Any, training: bool = True) -> Any:
             tf = tensorflow()
-            keys = inputs if inputs.dtype in (tf.int32, tf.int64) else tf.cast(inputs, tf.int64)
+            keys = inputs if inputs.dtype in (tf.int32, tf.int64) else _whole(inputs)
             if not self.dynamic_input:
                 keys = tf.reshape(keys, (-1, self.slot_num, self.nnz_per_slot))
             rows = all2all_dense_embedding(self._variable, keys, training=training)

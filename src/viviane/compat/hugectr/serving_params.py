@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Final
 
 from viviane.compat.hugectr.arguments import REQUIRED, Arguments, Signature, note
 from viviane.compat.hugectr.enums import (
+    Database_t,
     DatabaseOverflowPolicy_t,
     DatabaseType_t,
     EmbeddingCacheType_t,
@@ -82,6 +83,10 @@ _SPEED: Final = frozenset({
 """Arguments of a model in JSON that affect only speed: caches receive updates, so they need no refresh."""
 
 
+_OF_3_1: Final = ("db_type", "redis_ip", "rocksdb_path", "cache_size_percentage_redis")
+_DATABASES: Final = "name the databases in volatile_db and persistent_db, beside models"
+
+
 class InferenceParams(Arguments):
     """The files of a trained model, and its serving settings."""
 
@@ -107,6 +112,11 @@ class InferenceParams(Arguments):
 
     def __init__(self, *args: Any, **given: Any) -> None:
         super().__init__(*args, **given)
+        if self.db_type not in (None, Database_t.Local, Database_t.ParallelLocal):
+            raise ConfigError(
+                "a database of HugeCTR 3.1 and 3.2", where="InferenceParams, db_type", value=self.db_type,
+                allowed="Database_t.Local, Database_t.ParallelLocal", fix=_DATABASES,
+            )  # fmt: skip
         note("InferenceParams", "GPU execution settings; sizes of buffers and pools")
 
     def default_of(self, table: int) -> float:
@@ -135,7 +145,6 @@ _OF_JSON: Final = {
 }  # fmt: skip
 _SAME: Final = ("default_value_for_each_table", "embedding_vecsize_per_table", "embedding_table_names",
                 "hit_rate_threshold", "non_trainable_params_file", "use_mixed_precision")  # fmt: skip
-_OF_3_1: Final = ("db_type", "redis_ip", "rocksdb_path", "cache_size_percentage_redis")
 _CLAUSES: Final = ("volatile_db", "persistent_db", "update_source")
 _TOP: Final = ("supportlonglong", "models", "fuse_embedding_table", *_CLAUSES)
 
@@ -187,8 +196,7 @@ def _model_of(given: Any, wide: bool, file: str) -> InferenceParams:
 def _check_names(given: Any, known: Iterable[str], where: str) -> None:
     for name in given:
         if name in _OF_3_1:
-            raise ConfigError("a key of HugeCTR 3.1 and 3.2", where=where, value=name,
-                              fix="name the databases in volatile_db and persistent_db, beside models")  # fmt: skip
+            raise ConfigError("a key of HugeCTR 3.1 and 3.2", where=where, value=name, fix=_DATABASES)
         if name in _CLAUSES and name not in known:
             raise ConfigError("a database of one model", where=where, value=name, fix="move it beside models")
         if name not in known:
