@@ -106,6 +106,7 @@ def test_a_link_that_nobody_can_measure_is_not_guessed(config, monkeypatch):
 
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
     monkeypatch.setattr(measure, "copy_gb_per_s", lambda device: 3000.0)
     result = CliRunner().invoke(app, ["plan", str(config), "--gpus", "2", "--memory-gb", "80"])
     assert isinstance(result.exception, ConfigError)

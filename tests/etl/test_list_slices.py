@@ -48,7 +48,7 @@ def test_equal_to_python(
         settings |= {"pad_to": bound + more, "pad_side": side, "pad_value": value}
     made = sliced(**settings)
     raw = pa.table({"l": pa.array([None] * cut + lists, pa.list_(pa.int64()))}).slice(cut)
-    found = add_row_columns(raw, made)["s"].to_pylist()
+    found = add_row_columns(raw, made, {})["s"].to_pylist()
     for one, got in zip(lists, found, strict=True):
         if one is None:
             assert got is None

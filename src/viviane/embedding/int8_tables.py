@@ -24,12 +24,13 @@ def quantize_tables(collections: Iterable[TableCollection]) -> None:
         ConfigError: a table is dynamic or in tiers, or a row has a number that is not finite.
 
     Example:
+        >>> import torch
         >>> from viviane.config import SGD
         >>> from viviane.embedding import EmbeddingCollection, FeatureConfig, TableConfig
         >>> table = TableConfig(name="item", num_rows=4, dim=2, init={"type": "constant", "value": 0.5})
         >>> emb = EmbeddingCollection([table], [FeatureConfig(name="seen", table="item")], SGD())
         >>> quantize_tables([emb])
-        >>> emb({"seen": [3, 0]}).flat.tolist()
+        >>> emb({"seen": torch.tensor([3, 0])}).flat.tolist()
         [[0.5, 0.5], [0.5, 0.5]]
     """
     storages = {id(one): one for collection in collections for one in collection.all_storages()}

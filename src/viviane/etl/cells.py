@@ -28,7 +28,7 @@ _WANTED: Final = {
     "timestamp": "a date and time such as 2014-05-31 23:59:59 or 2014-05-31T23:59:59+02:00",
     "bool": "true or false, t or f, yes or no, y or n, 1 or 0",
 }
-_BOOLEANS: Final = pa.array(["false", "f", "no", "n", "0", "true", "t", "yes", "y", "1"])
+_BOOLEANS: Final = ("false", "f", "no", "n", "0", "true", "t", "yes", "y", "1")
 _NUM_FALSE: Final = 5
 _LOW_HALF, _LETTER, _ZERO, _SIX, _SIXTEEN = (  # the same byte eight times, for a text of eight digits as one word
     np.uint64(byte * 0x0101010101010101) for byte in (0x0F, 0x40, ord("0"), 6, 16)
@@ -145,7 +145,8 @@ def _boolean(array: Any) -> tuple[Any, list[int]]:
     bad: list[int] = []
     if _is_text(array.type):
         array, bad = cast_cells(array, pa.string())
-        places = pc.index_in(pc.utf8_lower(pc.ascii_trim_whitespace(array)), value_set=_BOOLEANS, skip_nulls=True)
+        words = pa.array(_BOOLEANS)  # made here: as a constant it would load pandas with this module
+        places = pc.index_in(pc.utf8_lower(pc.ascii_trim_whitespace(array)), value_set=words, skip_nulls=True)
         is_true: Any = pc.greater_equal(places, pa.scalar(_NUM_FALSE, pa.int32()))
         found = is_true.cast(pa.int64())
     else:

@@ -33,9 +33,9 @@ class EpochFeed:
         ahead: batches that a thread prepares; 0 prepares none.
 
     Example:
-        >>> feed = EpochFeed(np.zeros((5, 2)), np.zeros(5), None, batch_size=2, steps=2)
+        >>> feed = EpochFeed(np.zeros((7, 2)), np.zeros(7), None, batch_size=2, steps=2)
         >>> [[len(labels) for _, labels in feed.epoch()] for _ in range(2)]
-        [[2, 2], [1]]
+        [[2, 2], [2, 1]]
     """
 
     def __init__(

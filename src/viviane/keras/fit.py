@@ -253,7 +253,9 @@ class _Validation:
     def __init__(self, data: Any, batch_size: int, steps: int | None, freq: int | Collection[int]) -> None:
         if isinstance(data, tuple | list) and len(data) not in (2, 3):
             raise ConfigError(
-                "validation_data is (x, y), (x, y, sample_weight) or a data set", value=f"{len(data)} parts"
+                "validation_data has another form",
+                value=f"{len(data)} parts",
+                allowed="(x, y), (x, y, sample_weight) or a data set",
             )
         if data is None and (steps is not None or freq != 1):
             raise ConfigError(

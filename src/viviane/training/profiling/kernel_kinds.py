@@ -13,10 +13,11 @@ _OWN: Final = {
     ),
     "lookups": (
         "gather pool join key record bag_key bag_record entry_sources bag_sources find take put settle erase draw "
-        "latest assign check_bags switch"
+        "latest assign check_bags switch count_bits count_ages choose_ages report count_slots take_slots list_rows "
+        "give_slots resolve"
     ),
     "updates": "move span join_spans rest numbers",
-    "copies": "take_rows copy cast pack cut widen read_row write_back write",
+    "copies": "address swap take_rows copy cast pack cut widen read_row write_back write",
     "others": "check check_columns mark update_status update_scaled_status logistic_loss gate"
     " column_sums difference difference_record probabilities",
 }
