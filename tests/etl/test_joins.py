@@ -14,7 +14,7 @@ from raw_files import config, data_bytes, read, text
 
 from viviane.core.errors import DataError
 from viviane.etl import EtlConfig, FittedEtl, run
-from viviane.etl.external import KeyPlaces
+from viviane.etl.external import JoinTable, KeyPlaces
 
 MOVIES = [{"name": "id"}, {"name": "year", "type": "int"}, {"name": "genres", "separator": "|"}, {"name": "studio"}]
 
@@ -154,3 +154,18 @@ def test_against_pandas_merge_on_two_keys_in_parquet(tmp_path: Path) -> None:
     run(made, tmp_path / "raw.parquet", tmp_path / "out")
     wanted = rows.merge(table, how="left", on=["u", "v"])["price"].fillna(-1).astype(np.float32)
     assert read(tmp_path / "out/train")["t_price"] == wanted.tolist()
+
+
+def test_keys_of_a_table_are_indexed_once_for_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+
+    class Counted(KeyPlaces):
+        def __init__(self, known: list[Any]) -> None:
+            made.append(len(known))
+            super().__init__(known)
+
+    monkeypatch.setattr("viviane.etl.external.KeyPlaces", Counted)
+    table = JoinTable(pa.table({"k": [1, 2], "v": [10, 20]}), 1)
+    for _ in range(3):
+        assert table.places.find([pa.array([2, 3])]).tolist() == [1, -1]
+    assert made == [1]

@@ -7,6 +7,7 @@ import io
 import json
 import struct
 import zipfile
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from typing import Any, Final
 
@@ -21,6 +22,7 @@ from viviane.core.remote.published import published_location
 from viviane.etl.columns import Bucketize, CategoricalSpec, Categorify, DenseSpec, GivenVocabulary, LabelSpec
 from viviane.etl.config import EtlConfig
 from viviane.etl.derivations import Join
+from viviane.etl.external import JoinTable
 from viviane.etl.groups import Groups
 from viviane.etl.learned import Learned, Vocabulary
 from viviane.etl.values import combined
@@ -52,7 +54,7 @@ def save_learned(fitted: Learned, path: AnyPath) -> AnyPath:
     for number, groups in enumerate(fitted.groups.values()):
         members[_groups(number)] = _parquet(groups.to_table(folds=False))
     for number, external in enumerate(fitted.external.values()):
-        members[_external(number)] = _parquet(external)
+        members[_external(number)] = _parquet(external.rows)
     sums = {name: {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()} for name, data in members.items()}
     manifest = {
         "format": FORMAT,
@@ -85,7 +87,7 @@ def load_learned(path: AnyPath) -> Learned:
                 {name: tuple(map(float, found)) for name, found in learned["borders"].items()},
                 {name: _vocabulary_of(members, number) for number, name in enumerate(learned["vocabularies"])},
                 {name: _groups_of(members, number) for number, name in enumerate(learned.get("groups", ()))},
-                {name: _table(members[_external(number)]) for number, name in enumerate(learned.get("external", ()))},
+                _external_of(config, members, learned.get("external", ())),
             )
             _check_complete(fitted, str(path))
             schema = Schema.from_dict(_json_of(path, members, "schema.json"), where=f"{path}, schema.json")
@@ -145,13 +147,18 @@ def _check_expansion(data: bytes, size: int) -> None:
                         allowed=f"{_MOST_EXPANSION} times its size")  # fmt: skip
 
 
+def _external_of(config: EtlConfig, members: Mapping[str, bytes], names: Sequence[str]) -> dict[str, JoinTable]:
+    num_keys = {one.name: len(one.keys) for one in config.derived if isinstance(one, Join)}
+    return {name: JoinTable(_table(members[_external(i)]), num_keys[name]) for i, name in enumerate(names)}
+
+
 def _check_complete(fitted: Learned, where: str) -> None:
     """Refuse an ETL that lacks what its operators and encodings have to have learned."""
     config = fitted.config
     for one in config.derived:
         if isinstance(one, Join):
             table = fitted.external.get(one.name)
-            if table is None or table.column_names != list(one.stored.values()):
+            if table is None or table.rows.column_names != list(one.stored.values()):
                 raise DataError("the fitted ETL lacks the table of a join", where=where, value=one.name)
     specs: tuple[LabelSpec | DenseSpec | CategoricalSpec, ...] = (*config.labels, *config.dense, *config.categorical)
     for spec in specs:

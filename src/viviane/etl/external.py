@@ -20,11 +20,30 @@ from viviane.etl.sources import Source, find_sources, text_blocks
 from viviane.etl.text import Chunk, parse_block, text_layout
 from viviane.etl.values import combined
 
-External = Mapping[str, pa.Table]
-"""By name of a join, its table: the key columns, then those that the join makes, under their new names."""
+
+@dataclass(frozen=True)
+class JoinTable:
+    """The table of a join, whose keys are indexed once, by the first rows that look for them.
+
+    Args:
+        rows: the key columns, then those that the join makes, under their new names.
+        num_keys: how many columns are keys.
+    """
+
+    rows: pa.Table
+    num_keys: int
+
+    @cached_property
+    def places(self) -> KeyPlaces:
+        """Where each key is."""
+        return KeyPlaces([combined(self.rows.column(i)) for i in range(self.num_keys)])
 
 
-def read_external(config: EtlConfig) -> dict[str, pa.Table]:
+External = Mapping[str, JoinTable]
+"""By name of a join, its table."""
+
+
+def read_external(config: EtlConfig) -> dict[str, JoinTable]:
     """Read the table of every join.
 
     Raises:
@@ -38,7 +57,7 @@ def external_stamps(config: EtlConfig) -> list[Any]:
     return [source.stamp() for one in config.derived if isinstance(one, Join) for source in find_sources(one.file)]
 
 
-def _read(one: Join) -> pa.Table:
+def _read(one: Join) -> JoinTable:
     names = one.stored
     tables: list[pa.Table] = []
     places: list[tuple[str, NDArray[np.int64]]] = []
@@ -68,7 +87,7 @@ def _read(one: Join) -> pa.Table:
         pa.list_(pa.field("element", kind.value_type)) if pa.types.is_list(kind) else kind
         for kind in table.schema.types
     ]
-    return table.cast(pa.schema(list(zip(table.column_names, kinds, strict=True))))
+    return JoinTable(table.cast(pa.schema(list(zip(table.column_names, kinds, strict=True)))), len(one.keys))
 
 
 def _chunks(one: Join, source: Source) -> Iterator[Chunk]:
@@ -125,9 +144,8 @@ class KeyPlaces:
         steps = []
         for column in self.known:
             distinct = pc.unique(column)
-            joined = codes * max(1, len(distinct)) + _index(
-                column, distinct
-            )  # below 2^63: codes and values are counted
+            # Below 2^63: both factors are at most the number of rows.
+            joined = codes * max(1, len(distinct)) + _index(column, distinct)
             found, codes = np.unique(joined, return_inverse=True)
             codes = codes.astype(np.int64)
             steps.append((distinct, found))
@@ -163,12 +181,12 @@ def _index(column: Any, distinct: Any) -> NDArray[np.int64]:
     return found
 
 
-def joined(one: Join, table: pa.Table, external: pa.Table) -> pa.Table:
+def joined(one: Join, table: pa.Table, external: JoinTable) -> pa.Table:
     """Append the columns of a join, missing where the key is not in its table."""
-    known = [combined(external.column(name)) for name in external.column_names[: len(one.keys)]]
     keys = [combined(table.column(name)) for name in key_names(one.by)]
-    places = KeyPlaces(known).find([key.cast(other.type) for key, other in zip(keys, known, strict=True)])
+    known = external.places
+    places = known.find([key.cast(other.type) for key, other in zip(keys, known.known, strict=True)])
     rows = pa.array(np.maximum(places, 0), mask=places < 0)
     for name in one.new_names.values():
-        table = table.append_column(name, combined(external.column(name)).take(rows))
+        table = table.append_column(name, combined(external.rows.column(name)).take(rows))
     return table
