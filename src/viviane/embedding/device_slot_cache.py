@@ -53,7 +53,8 @@ class DeviceSlotCache:
         self.row_ids = self.table.owner
         self._regions, self._groups, self._tiers, self._streams = list(regions), groups, tiers, streams
         self._hosts = [_host_rows(self._regions, group, tiers) for group in groups]
-        for one in (self.table.slot_of, self.table.owner, *(part for g in groups for part in g.columns.values())):
+        columns = [part for group in groups for part in group.columns.values()]
+        for one in (*self.table.tensors(), *(part for host in self._hosts for part in host.tensors()), *columns):
             streams.share(one)
 
     def admit(self, rows: Tensor, stamp: int, guard: int) -> Admitted:

@@ -113,7 +113,6 @@ class HostSlotCache:
         )
         self.row_ids = self.moves.row_ids
         self._is_staged = streams is not None
-        self._clock = 0
 
     def admit(self, rows: Tensor, stamp: int, guard: int) -> Admitted:
         """Give the rows of a batch slots; see `SlotCache`."""

@@ -139,11 +139,15 @@ class HostRows:
         self.moved = torch.zeros(2, dtype=torch.int64, device=device)
         """Rows read from host memory, and rows written to it."""
 
+    def tensors(self) -> list[Tensor]:
+        """Return what lies on the device."""
+        return [self.addresses, self.parts, self.moved]
+
 
 class SlotTable:
     """The slots of several tables and what they hold; all of it lies on one device, and calls follow one another there.
 
-    Memory: 4.25 bytes for each row of the tables, 17 bytes for each slot, and 48 bytes for each entry of a batch.
+    Memory: 4.25 bytes for each row of the tables, 18 bytes for each slot, and 48 bytes for each entry of a batch.
 
     Args:
         ranges: the tables.
@@ -191,6 +195,10 @@ class SlotTable:
         self.scratch: Any = None
         """What kernels keep between calls."""
         self._room = torch.empty(0, dtype=torch.int64, device=device)
+
+    def tensors(self) -> list[Tensor]:
+        """Return what lies on the device."""
+        return [self.slot_of, self.owner, self.used, self.heat, self.dirty, self.counts, self.report, self.starts]
 
     def admit(self, rows: Tensor, slots: Tensor, *, stamp: int, guard: int) -> SlotPlan:
         """Give the rows of a batch slots.

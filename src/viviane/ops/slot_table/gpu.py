@@ -39,6 +39,7 @@ class _Scratch:
         self.row_stops = torch.zeros_like(self.row_counts)
         self.slot_counts = torch.zeros(2, slot_blocks, dtype=torch.int32, device=device)
         self.slot_stops = torch.zeros_like(self.slot_counts)
+        self.classes = torch.zeros(table.num_slots, dtype=torch.uint8, device=device)
         self.ages = torch.zeros(num_tables, NUM_AGES, dtype=torch.int32, device=device)
         self.limits = torch.zeros(num_tables, 4, dtype=torch.int32, device=device)
         self.needs = torch.zeros(num_tables, 2, dtype=torch.int32, device=device)
@@ -82,10 +83,11 @@ def _choose(table: SlotTable, own: _Scratch, stamp: int, guard: int, plan: SlotP
     """Choose the slots to take: list the free ones, collect the rows that lose theirs."""
     num_tables, num_blocks = len(table.ranges), len(own.slot_blocks)
     own.ages.zero_()
-    shape = {"ages": NUM_AGES, "half_life": HALF_LIFE, "block": _SLOTS, "num_warps": 8}
+    shape = {"ages": NUM_AGES, "block": _SLOTS, "num_warps": 8}
     kernels.count_ages_kernel[(num_blocks,)](
-        own.slot_blocks, table.owner, table.used, table.heat, own.ages, stamp, guard, **shape
-    )
+        own.slot_blocks, table.owner, table.used, table.heat, own.ages, own.classes, stamp, guard,
+        half_life=HALF_LIFE, **shape,
+    )  # fmt: skip
     kernels.choose_ages_kernel[(num_tables,)](
         own.ages, own.row_stops, own.first_row_blocks, own.limits, own.needs, ages=NUM_AGES, num_warps=4
     )
@@ -94,22 +96,12 @@ def _choose(table: SlotTable, own: _Scratch, stamp: int, guard: int, plan: SlotP
         block=triton.next_power_of_2(num_tables), num_warps=4,
     )  # fmt: skip
     kernels.count_slots_kernel[(num_blocks,)](
-        own.slot_blocks,
-        table.owner,
-        table.used,
-        table.heat,
-        own.limits,
-        own.slot_counts,
-        num_blocks,
-        stamp,
-        guard,
-        **shape,
+        own.slot_blocks, own.classes, own.limits, own.slot_counts, num_blocks, **shape
     )
     torch.cumsum(own.slot_counts, 1, dtype=torch.int32, out=own.slot_stops)
     kernels.take_slots_kernel[(num_blocks,)](
-        own.slot_blocks, own.first_slot_blocks, table.owner, table.used, table.heat, own.limits, own.slot_stops,
-        plan.starts, plan.report, own.first_rows, own.first_bits, own.leaving, plan.new_slots, plan.old_rows,
-        num_blocks, stamp, guard, **shape,
+        own.slot_blocks, own.first_slot_blocks, table.owner, own.classes, own.limits, own.slot_stops, plan.starts,
+        plan.report, own.first_rows, own.first_bits, own.leaving, plan.new_slots, plan.old_rows, num_blocks, **shape,
     )  # fmt: skip
 
 

@@ -88,13 +88,15 @@ def _age(owner, used, heat, slot, here, stamp, guard, ages: tl.constexpr, half_l
 
 @triton.jit(do_not_specialize=["stamp", "guard"])
 def count_ages_kernel(
-    blocks, owner, used, heat, found, stamp, guard, ages: tl.constexpr, half_life: tl.constexpr, block: tl.constexpr
-):
-    """Add a block's slots of each age to those of its table, (T, ages)."""
+    blocks, owner, used, heat, found, classes, stamp, guard, ages: tl.constexpr, half_life: tl.constexpr,
+    block: tl.constexpr,
+):  # fmt: skip
+    """Write the age of each slot of a block, and add their numbers to those of its table, (T, ages)."""
     at = blocks + tl.program_id(0) * 3
     table, first, count = tl.load(at), tl.load(at + 1), tl.load(at + 2)
     j = tl.arange(0, block)
     age = _age(owner, used, heat, first + j, j < count, stamp, guard, ages, half_life)
+    tl.store(classes + first + j, age.to(tl.uint8), mask=j < count)
     number = tl.arange(0, ages)
     total = tl.histogram(age, ages)
     total = tl.where(number == 0, total - (block - count).to(tl.int32), total)
@@ -148,17 +150,14 @@ def report_kernel(limits, needs, starts, shifts, report, num_tables, block: tl.c
     tl.store(report + 2 + num_tables + t, tl.load(needs + t * 2 + 1, mask=here, other=0).to(tl.int64), mask=here)
 
 
-@triton.jit(do_not_specialize=["num_blocks", "stamp", "guard"])
-def count_slots_kernel(
-    blocks, owner, used, heat, limits, found, num_blocks, stamp, guard, ages: tl.constexpr, half_life: tl.constexpr,
-    block: tl.constexpr,
-):  # fmt: skip
+@triton.jit(do_not_specialize=["num_blocks"])
+def count_slots_kernel(blocks, classes, limits, found, num_blocks, ages: tl.constexpr, block: tl.constexpr):
     """Write of each block how many slots have exactly the chosen age, then how many are free: (2, B)."""
     b = tl.program_id(0)
     at = blocks + b * 3
     table, first, count = tl.load(at), tl.load(at + 1), tl.load(at + 2)
     j = tl.arange(0, block)
-    age = _age(owner, used, heat, first + j, j < count, stamp, guard, ages, half_life)
+    age = tl.load(classes + first + j, mask=j < count, other=0).to(tl.int32)
     chosen = tl.load(limits + table * 4)
     tl.store(found + b, tl.sum(((age == chosen) & (age > 0)).to(tl.int32), 0))
     tl.store(found + num_blocks + b, tl.sum((age == ages - 1).to(tl.int32), 0))
@@ -170,10 +169,10 @@ def _before(stops, b, first):
     return tl.load(stops + b - 1, mask=b > 0, other=0) - tl.load(stops + first - 1, mask=first > 0, other=0)
 
 
-@triton.jit(do_not_specialize=["num_blocks", "stamp", "guard"])
+@triton.jit(do_not_specialize=["num_blocks"])
 def take_slots_kernel(
-    blocks, first_blocks, owner, used, heat, limits, stops, starts, report, first_rows, first_bits, leaving, new_slots,
-    old_rows, num_blocks, stamp, guard, ages: tl.constexpr, half_life: tl.constexpr, block: tl.constexpr,
+    blocks, first_blocks, owner, classes, limits, stops, starts, report, first_rows, first_bits, leaving, new_slots,
+    old_rows, num_blocks, ages: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
     """List the free slots to take, and collect the rows that lose theirs."""
     if tl.load(report) == 0:
@@ -184,7 +183,7 @@ def take_slots_kernel(
     first_block = tl.load(first_blocks + table)
     slot = first + tl.arange(0, block)
     here = tl.arange(0, block) < count
-    age = _age(owner, used, heat, slot, here, stamp, guard, ages, half_life)
+    age = tl.load(classes + slot, mask=here, other=0).to(tl.int32)
     chosen = tl.load(limits + table * 4)
     tie, free = tl.load(limits + table * 4 + 1), tl.load(limits + table * 4 + 2)
     is_tie, is_free = ((age == chosen) & (age > 0)).to(tl.int32), (age == ages - 1).to(tl.int32)
