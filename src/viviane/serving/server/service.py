@@ -94,9 +94,8 @@ class Service:
         Raises:
             RequestError: with the status OVERLOADED.
         """
-        queue = self._queue(protocol, name, version)
-        if queue is not None and self.admission.refuses(queue):
-            self.metrics.failed(protocol, name, Status.OVERLOADED.grpc)
+        queue = self._full_queue(protocol, name, version)
+        if queue is not None:
             raise overloaded(queue.queued)
 
     def refuses(self, path: bytes) -> bool:
@@ -105,7 +104,7 @@ class Service:
         Beyond saturation a server has to spend next to nothing on the requests that it refuses.
         """
         found = _asked(path)
-        return found is not None and self._refuses(*found)
+        return found is not None and self._full_queue(*found) is not None
 
     def refuses_unread(self) -> bool:
         """Return whether a gRPC request is to be refused before its message is read, and count it if so.
@@ -120,12 +119,13 @@ class Service:
                 return True
         return False
 
-    def _refuses(self, protocol: str, name: str, version: str | None) -> bool:
+    def _full_queue(self, protocol: str, name: str, version: str | None) -> Queue | None:
+        """Return the queue that refuses a request, which is counted; None if there is room."""
         queue = self._queue(protocol, name, version)
-        refused = queue is not None and self.admission.refuses(queue)
-        if refused:
-            self.metrics.failed(protocol, name, Status.OVERLOADED.grpc)
-        return refused
+        if queue is None or not self.admission.refuses(queue):
+            return None
+        self.metrics.failed(protocol, name, Status.OVERLOADED.grpc)
+        return queue
 
     def _queue(self, protocol: str, name: str, version: str | None) -> Queue | None:
         """Return where requests for a model or recommender wait; None if there is no such, which is answered later."""
