@@ -17,9 +17,12 @@ def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(*cells: str) -> None:
-    given = [{"cell_type": "code", "source": source} for source in ("import hugectr, os", *cells)]
-    Path("n.ipynb").write_text(json.dumps({"cells": given}))
+    """Run cells, whose assertions count: the last one notes that all of them ran."""
+    sources = ("import hugectr, os", *cells, "open('ended.txt', 'w').close()")
+    Path("n.ipynb").write_text(json.dumps({"cells": [{"cell_type": "code", "source": one} for one in sources]}))
+    Path("ended.txt").unlink(missing_ok=True)
     run_script("n.ipynb")
+    assert Path("ended.txt").exists()
 
 
 def test_a_cell_assigns_the_output_of_a_shell_line() -> None:
