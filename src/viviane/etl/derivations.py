@@ -302,7 +302,21 @@ class Computed(Settings):
         return [(self.name, self.result, self.list)]
 
 
-class DifferenceLag(Settings):
+class _OrderedRows(Settings):
+    """What derivations from other rows of the same key have in common."""
+
+    source: str
+    by: Names
+    order_by: str
+    shift: int = Field(default=1, ge=1)
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Columns it is made from."""
+        return (self.source, *_tuple(self.by), self.order_by)
+
+
+class DifferenceLag(_OrderedRows):
     """x - x of an earlier row with the same key; times give seconds. Missing where there is no earlier row.
 
     Rows are those of one run (or table), before filters and split; a row with a missing key or time takes no part.
@@ -315,15 +329,6 @@ class DifferenceLag(Settings):
 
     type: Literal["difference_lag"] = "difference_lag"
     name: str = Field(min_length=1)
-    source: str
-    by: Names
-    order_by: str
-    shift: int = Field(default=1, ge=1)
-
-    @property
-    def inputs(self) -> tuple[str, ...]:
-        """Columns it is made from."""
-        return (self.source, *_tuple(self.by), self.order_by)
 
     def made(self, find: Find) -> list[Made]:
         """The new column; a source without differences is a ValueError."""
@@ -340,7 +345,7 @@ class DifferenceLag(Settings):
         return [(self.name, "float", False)]
 
 
-class Neighbour(Settings):
+class Neighbour(_OrderedRows):
     """The value of an earlier ("lag") or later ("lead") row with the same key; missing where there is none.
 
     Rows are those of one run (or table), before filters and split; a row with a missing key or time takes no part.
@@ -354,15 +359,6 @@ class Neighbour(Settings):
 
     type: Literal["lag", "lead"]
     name: str = Field(min_length=1)
-    source: str
-    by: Names
-    order_by: str
-    shift: int = Field(default=1, ge=1)
-
-    @property
-    def inputs(self) -> tuple[str, ...]:
-        """Columns it is made from."""
-        return (self.source, *_tuple(self.by), self.order_by)
 
     def made(self, find: Find) -> list[Made]:
         """The new column; a list, or a time to take, is a ValueError."""
