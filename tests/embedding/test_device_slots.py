@@ -12,7 +12,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 from staged import use_staged
 from test_cached_storage import RULES, assert_equal, batches, content, train
-from test_staged_moves import collection, storage_of
+from test_staged_moves import CASES, collection, storage_of
 
 from viviane.config import SGD, Adam
 from viviane.store import ArrayTier
@@ -22,14 +22,6 @@ from viviane.store.slots import CacheFullError
 @pytest.fixture
 def streams(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return use_staged(monkeypatch, maps_memory=True)
-
-
-CASES = [
-    pytest.param(rule, share, ahead, marks=() if (share, ahead) == (0.11, 2) else pytest.mark.slow)
-    for rule in RULES
-    for share in (0.11, 0.3)
-    for ahead in (0, 2)
-]
 
 
 @pytest.mark.parametrize(("rule", "share", "ahead"), CASES)

@@ -87,7 +87,7 @@ def test_segments_of_others_are_refused(name: str) -> None:
         SharedTier("../etc", LAYOUT, max_rows=9)
     one = SharedTier(name, LAYOUT, max_rows=100, remove=False)
     one.close()
-    one = SharedTier(name, LAYOUT, max_rows=101 * 7)  # no one uses it: it is made anew
+    one = SharedTier(name, LAYOUT, max_rows=101 * 7)  # no process uses it: it is created again
     one.close()
     one = SharedTier(name, LAYOUT, max_rows=100)
     with pytest.raises(StoreError, match="another table, or has"):

@@ -29,7 +29,7 @@ class EpochFeed:
         shuffle: arrays, in another order each time.
         seed: of the orders.
         class_weight: by class, the weight of its samples; 1 for others. None: no weights.
-        steps: batches of an epoch; the next epoch goes on where this one stopped. None: all data each epoch.
+        steps: batches of an epoch; the next epoch continues where this one stopped. None: all data each epoch.
         ahead: batches that a thread prepares; 0 prepares none.
 
     Example:

@@ -199,7 +199,7 @@ def fit(
         seed: of the order of arrays.
         epochs, initial_epoch, verbose, callbacks, class_weight, validation_split, validation_data, validation_steps,
             validation_batch_size, validation_freq: as of `model.fit`.
-        steps_per_epoch: batches of an epoch; the next epoch goes on where this one stopped.
+        steps_per_epoch: batches of an epoch; the next epoch continues where this one stopped.
         jit_compile: see `FastTrainer`.
         prefetch: batches that a thread prepares ahead; 0 prepares none.
 
