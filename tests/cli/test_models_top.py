@@ -91,3 +91,27 @@ def test_top_shows_rates_between_two_readings() -> None:
     assert again[4] == "0"  # a version that was loaded again counts from 0
     assert top.updates_of(stats(1, 0)) == "ctr 1: not connected, publication 7, staleness 1.50 s, 1,234 rows, gaps 1"
     assert "no tables in tiers" in list(top.table_of({}, {}, None, "").columns[0].cells)
+
+
+@pytest.mark.parametrize("reply", [
+    {}, [], [[]], 3, None, {"model_stats": 3}, {"model_stats": [3]}, {"model_stats": [{"name": "m"}]},
+    {"model_stats": [{"name": "m", "version": "1", "parameter_server": []}]},
+    {"model_stats": [{**stats(1, 1)[0], "version": 3}]},
+    {"model_stats": [{**stats(1, 1)[0], "parameter_server": {"tables": [{"table": "t", "degraded": 0}]}}]},
+    {"model_stats": stats(-1, 0)}, {"model_stats": stats(2**64, 0)},
+])  # fmt: skip
+def test_top_refuses_replies_of_another_form(reply: Any) -> None:
+    with pytest.raises(RemoteError, match="statistics have another form"):
+        top.checked_stats(reply, "http://a")
+
+
+def test_top_takes_replies_of_other_servers_and_shows_no_control_characters() -> None:
+    assert top.counts_of(top.checked_stats({"model_stats": [{"name": "m", "version": "1", "more": 3}]}, "u")) == {}
+    hostile = {**stats(1, 1)[0], "name": "m\x1b[2J"}
+    assert "\x1b" not in top.updates_of(top.checked_stats({"model_stats": [hostile]}, "u"))
+
+
+def test_addresses_that_cannot_be_are_refused() -> None:
+    for url in ("http://a..b:80", "http://[::1", "http://[x]:3", f"http://{'x' * 5000}"):
+        with pytest.raises(ConfigError, match=r"not (the address of a server|a valid host)"):
+            models.ask(url, "/v2/models/stats")

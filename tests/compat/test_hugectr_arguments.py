@@ -62,3 +62,31 @@ def test_methods_check_their_arguments() -> None:
     ):
         with pytest.raises(ConfigError, match=named):
             call()
+
+
+def test_collections_and_generators_check_their_arguments() -> None:
+    table = h.EmbeddingTableConfig(name="a", max_vocabulary_size=10, ev_size=4)
+    tools: Any = modules()["hugectr.tools"]
+    config = h.EmbeddingCollectionConfig()
+    planner = h.EmbeddingPlanner()
+    for call, named in (
+        (lambda: tools.DataGenerator(config), "params"),
+        (tools.DataGenerator, "arguments do not fit"),
+        (lambda: config.embedding_lookup("a", "k", "o", "sum"), "table_config"),
+        (lambda: config.embedding_lookup(table, "k", "o", ["sum", "max"]), "one combiner"),
+        (lambda: config.embedding_lookup(table, "k", "o", "max"), "unknown combiner"),
+        (lambda: config.embedding_lookup(table, "k", "o", [[]]), "combiner"),
+        (lambda: config.embedding_lookup(table, 3, "o", "sum"), "bottom_name"),
+        (lambda: config.shard("a", [("mp", ["a"])]), "shard_matrix"),
+        (lambda: config.shard([3], [("mp", ["a"])]), "shard_matrix"),
+        (lambda: config.shard([[None]], [("mp", ["a"])]), "a table"),
+        (lambda: config.shard([["a"]], ["mp"]), "must be a pair"),
+        (lambda: config.shard([["a"]], [("mp", [("a", 0)])]), "or a pair"),
+        (lambda: config.shard([["a"]], [("mp", ["a"])], ["a"]), "compression_strategy"),
+        (lambda: config.shard([["a"]]), "arguments do not fit"),
+        (lambda: planner.create_embedding_collection(3), "one entry per GPU"),
+        (lambda: planner.create_embedding_collection([["a"]], [], [["mp"]]), "wrong type"),
+    ):
+        with pytest.raises(ConfigError, match=named):
+            call()
+    assert planner.create_embedding_collection([[0]], [["a"]], ["mp"]).calls == []

@@ -2,7 +2,7 @@ import pickle
 
 import pytest
 
-from viviane.core.errors import ConfigError, KeyRangeError, VivianeError, suggest
+from viviane.core.errors import ConfigError, DataError, KeyRangeError, VivianeError, suggest
 
 
 def test_every_part_has_its_line() -> None:
@@ -33,3 +33,13 @@ def test_they_are_also_what_python_programs_expect() -> None:
 def test_suggestions() -> None:
     assert suggest("Concta", ["Concat", "Add"]) == "did you mean 'Concat'?"
     assert suggest("zzz", ["b", "a"]) == "choose one of: a, b"
+
+
+def test_messages_leave_out_the_middle_of_long_texts() -> None:
+    path = "a" * 2500 + "b" * 2500
+    error = DataError("no file", where=path, value=path, allowed=path, fix=path)
+    assert len(str(error)) < 6000
+    assert str(error).splitlines()[1].endswith("b")
+    assert "(5,000 characters)" in str(error)
+    assert (error.where, error.value) == (path, path)
+    assert "too long to show" in str(DataError("a number", value=10**5000))

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from viviane import etl
 from viviane.cli.main import app
 from viviane.core.errors import DataError, SchemaError
+from viviane.core.rows import plain_table
 from viviane.etl import infer, infer_config, infer_file
 
 ROWS = 1000
@@ -117,3 +118,11 @@ def test_labels_that_are_no_numbers_tell_nothing_about_codes(labels: list[object
     target = infer._numbers_of(table.column("click"))
     values = infer._numbers_of(table.column("banner"))
     assert target is None or not infer.identity_matters(values, target, 40)
+
+
+def test_booleans_are_described_as_such() -> None:
+    rows = {"click": [0, 1] * 20, "b": pa.array([True, False] * 20), "n": [0, 2] * 20, "s": ["a", "b"] * 20}
+    found = infer_config(plain_table(pa.table(rows)), ["click"])
+    assert [(one.kind, one.note) for one in found.columns[1:3]] == [
+        ("boolean", "0 and 1"), ("number", "value, 2 exact values"),
+    ]  # fmt: skip

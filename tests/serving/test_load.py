@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -10,9 +11,11 @@ import pytest
 from typer.testing import CliRunner
 
 from viviane.cli.main import app
-from viviane.core.errors import ConfigError, RemoteError
+from viviane.core.errors import ConfigError, DataError, RemoteError
 from viviane.serving.load import LoadSettings, run_load
-from viviane.serving.load.requests import read_rows
+from viviane.serving.load.described import checked_columns, checked_inputs
+from viviane.serving.load.requests import RequestSource, read_rows
+from viviane.serving.server import ServerSettings
 
 
 @pytest.mark.parametrize("protocol", ["http", "grpc"])
@@ -100,3 +103,41 @@ def test_the_command_writes_figures_and_a_plot(server, raw, tmp_path) -> None:
     assert [phase["kind"] for phase in content["phases"]] == ["closed", "closed", "open", "open"]
     assert content["phases"][3]["load"] == pytest.approx(4 * content["phases"][2]["load"])
     assert out.with_suffix(".html").read_text().count("<svg") == 2
+
+
+INPUT = {"name": "city", "datatype": "INT64", "shape": [-1, 1]}
+
+
+@pytest.mark.parametrize("described", [
+    3, [], {}, {"inputs": []}, {"inputs": [3]}, {"inputs": [{**INPUT, "datatype": "INT65"}]},
+    {"inputs": [{**INPUT, "shape": [-1, 2**62]}]}, {"inputs": [{**INPUT, "shape": "x"}]},
+    {"inputs": [{**INPUT, "name": ""}]}, {"inputs": [{**INPUT, "shape": [1e308]}]},
+])  # fmt: skip
+def test_descriptions_of_another_form_are_refused(described: Any) -> None:
+    with pytest.raises(RemoteError, match="no description of the model's inputs"):
+        checked_inputs(described, "http://a")
+
+
+def test_rows_that_do_not_fit_and_requests_that_are_too_large_are_refused() -> None:
+    for table, problem in (
+        (pa.table({"city": ["a"]}), "does not fit its input"), (pa.table({"city": pa.array([], "int64")}), "no rows"),
+    ):  # fmt: skip
+        with pytest.raises(DataError, match=problem):
+            RequestSource([INPUT], None, table).prepared(1, 0)
+    wide = {"name": "city", "datatype": "INT8", "shape": [-1, 1 << 20]}
+    with pytest.raises(ConfigError, match="too large"):
+        RequestSource([wide], None, None).prepared(65, 0)
+    with pytest.raises(DataError, match="does not fit its input"):
+        RequestSource([wide], None, pa.table({"city": [1]})).prepared(1, 0)
+    column = {"name": "city", "dtype": "int64", "shape": [-1], "raw": False, "num_ids": 9}
+    assert checked_columns({"inputs": [column]}, [INPUT]) is not None
+    for change in ({"num_ids": 0}, {"name": "other"}, {"dtype": "int65"}, {"shape": []}):
+        assert checked_columns({"inputs": [{**column, **change}]}, [INPUT]) is None
+
+
+@pytest.mark.parametrize("url", ["http://a..b:80", "http://[::1", "a:99999", f"http://{'x' * 5000}:1"])
+def test_addresses_that_cannot_be_are_refused(url: str) -> None:
+    with pytest.raises(ConfigError, match=r"not (the address of a server|a valid host)"):
+        LoadSettings(url=url)
+    with pytest.raises(ConfigError, match="not a valid host"):
+        ServerSettings(host=url)

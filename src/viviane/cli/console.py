@@ -55,3 +55,14 @@ def output() -> Console:
 
     console = Console(highlight=False)
     return console if console.is_terminal else Console(width=FILE_WIDTH, highlight=False)
+
+
+def printable(text: str, most: int = 500) -> str:
+    """Return text of another machine for a terminal: one line of limited length, without control characters.
+
+    Example:
+        >>> printable("ctr\\x1b[2J")
+        'ctr?[2J'
+    """
+    shown = text if len(text) <= most else f"{text[:most]}..."
+    return "".join(letter if letter.isprintable() else "?" for letter in shown)

@@ -7,12 +7,14 @@ import urllib.error
 import urllib.request
 from http.client import HTTPException
 from typing import Annotated, Any, Final
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote
 
 import typer
 
+from viviane.cli.console import printable
+from viviane.core.addresses import server_address
 from viviane.core.errors import ConfigError, RemoteError, VivianeError, suggest
-from viviane.core.json_files import json_object, parse_json
+from viviane.core.json_files import expected_form, json_object, parse_json
 
 ACTIONS: Final = {
     "list": "all versions and their state",
@@ -39,9 +41,8 @@ def command(
     if (model is None) != (action == "list"):
         raise ConfigError("list takes no model, other actions take one", where=action, value=model)
     if action == "list":
-        for one in ask(url, "/v2/repository/index", {}):
-            reason = f"  {one['reason']}" if one["reason"] else ""
-            typer.echo(f"{one['name']}  {one['version']}  {one['state']}{reason}")
+        for line in _lines_of(ask(url, "/v2/repository/index", {}), url):
+            typer.echo(line)
         return
     content = {} if version is None else {"parameters": {"version": version}}
     found = ask(url, f"/v2/repository/models/{quote(str(model), safe='')}/{action}", content)
@@ -49,7 +50,15 @@ def command(
         raise RemoteError("the server's reply is no JSON object", where=url, value=str(found)[:80],
                           fix="check that the address is that of `viviane serve`")  # fmt: skip
     number = found.get("version", version)
-    typer.echo(f"{model}: {action}" + ("" if number is None else f", version {number}"))
+    typer.echo(printable(f"{model}: {action}" + ("" if number is None else f", version {number}")))
+
+
+def _lines_of(index: Any, url: str) -> list[str]:
+    with expected_form(f"the reply of {url}", RemoteError):
+        return [
+            printable(f"{one['name']}  {one['version']}  {one['state']}  {one.get('reason') or ''}").rstrip()
+            for one in index
+        ]
 
 
 def ask(url: str, path: str, content: dict[str, Any] | None = None) -> Any:
@@ -57,10 +66,9 @@ def ask(url: str, path: str, content: dict[str, Any] | None = None) -> Any:
 
     Raises:
         ConfigError: not an HTTP address, or the server refuses the request.
-        RemoteError: no server responds.
+        RemoteError: no server responds, or its reply is not JSON.
     """
-    if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).netloc:
-        raise ConfigError("not the address of a server", value=url, allowed="http://host:port")
+    server_address(url)
     data = None if content is None else json.dumps(content).encode()
     request = urllib.request.Request(url.rstrip("/") + path, data, {"Content-Type": "application/json"})
     try:
@@ -68,7 +76,7 @@ def ask(url: str, path: str, content: dict[str, Any] | None = None) -> Any:
             body = reply.read(MAX_REPLY_BYTES + 1)
     except urllib.error.HTTPError as error:
         raise ConfigError("the server refuses the request", where=url + path, value=_reason(error)) from None
-    except (OSError, HTTPException) as error:
+    except (OSError, HTTPException, ValueError) as error:  # ValueError: a redirection to an invalid address
         raise RemoteError(
             "no server responds", where=url, value=str(error), fix="start it, or check the port"
         ) from None
@@ -77,7 +85,10 @@ def ask(url: str, path: str, content: dict[str, Any] | None = None) -> Any:
 
 def _reason(error: urllib.error.HTTPError) -> str:
     """Return the server's message, or its text where it is not the JSON of an error."""
-    text = error.read(4000).decode("utf-8", "replace")
+    try:
+        text = error.read(4000).decode("utf-8", "replace")
+    except (OSError, HTTPException):  # the connection ends within the reply
+        return str(error)
     try:
         return str(json_object(parse_json(text.encode(), where=error.url), where=error.url)["error"])
     except (VivianeError, KeyError):

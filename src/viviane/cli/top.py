@@ -7,6 +7,11 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from pydantic import BaseModel, Field, ValidationError
+
+from viviane.cli.console import printable
+from viviane.config.base import shortened
+from viviane.core.errors import RemoteError
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -15,6 +20,49 @@ _COUNTED = ("hits", "misses", "bytes_read", "degraded")
 _HEADS = ("model", "table", "tier", "state", "hits/s", "misses/s", "hit rate", "MB/s", "p50 ms", "p99 ms", "degraded/s")
 Counts = Mapping[tuple[str, ...], Mapping[str, Any]]
 """By model, version, table and tier: counts since the server was started."""
+
+
+Count = Annotated[int, Field(ge=0, lt=2**64)]
+Amount = Annotated[float, Field(ge=0, lt=1e15, allow_inf_nan=False)]
+
+
+class _Tier(BaseModel):
+    tier: str
+    hits: Count
+    misses: Count
+    bytes_read: Count
+    available: bool
+    fetch_p50_ms: Amount
+    fetch_p99_ms: Amount
+
+
+class _Table(BaseModel):
+    table: str
+    degraded: Count
+    tiers: list[_Tier]
+
+
+class _Updates(BaseModel):
+    connected: bool
+    publication: int | None
+    staleness_s: Amount
+    rows: Count
+    gaps: list[Any]
+
+
+class _ParameterServer(BaseModel):
+    tables: list[_Table] = []
+    updates: _Updates | None = None
+
+
+class _Model(BaseModel):
+    name: str
+    version: str
+    parameter_server: _ParameterServer = _ParameterServer()
+
+
+class _Statistics(BaseModel):
+    model_stats: list[_Model]
 
 
 def command(
@@ -29,8 +77,7 @@ def command(
     from viviane.cli.models import ask
 
     def read() -> tuple[float, list[Any]]:
-        found = ask(url, "/v2/models/stats")
-        return time.monotonic(), found["model_stats"]
+        return time.monotonic(), checked_stats(ask(url, "/v2/models/stats"), url)
 
     at, stats = read()
     if once:
@@ -42,6 +89,29 @@ def command(
             before_at, before, (at, stats) = at, counts_of(stats), read()
             shown = table_of(counts_of(stats), before, at - before_at, updates_of(stats))
             live.update(shown, refresh=True)
+
+
+def checked_stats(reply: Any, url: str) -> list[Any]:
+    """Return the statistics of all models in a server's reply.
+
+    Raises:
+        RemoteError: the reply has another form; names the first value that differs.
+
+    Example:
+        >>> checked_stats({"model_stats": [{"name": "ctr", "version": "1"}]}, "http://127.0.0.1:8000")[0]["name"]
+        'ctr'
+    """
+    try:
+        found = _Statistics.model_validate(reply)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        place = ".".join(map(str, first["loc"])) or "the whole reply"
+        raise RemoteError(
+            "the server's statistics have another form", where=f"{url}, {place}",
+            value=f"{first['msg']}: {shortened(first['input'])}", allowed="the reply of `viviane serve`",
+            fix="check that the address is that of `viviane serve`",
+        ) from None  # fmt: skip
+    return [one.model_dump() for one in found.model_stats]
 
 
 def counts_of(stats: list[Any]) -> dict[tuple[str, ...], dict[str, Any]]:
@@ -66,7 +136,7 @@ def updates_of(stats: list[Any]) -> str:
                 f"{model['name']} {model['version']}: {state}, publication {updates['publication']}, "
                 f"staleness {updates['staleness_s']:.2f} s, {updates['rows']:,} rows, gaps {len(updates['gaps'])}"
             )
-    return "\n".join(lines)
+    return "\n".join(map(printable, lines))
 
 
 def table_of(now: Counts, before: Counts, seconds: float | None, caption: str) -> Table:
@@ -84,9 +154,9 @@ def table_of(now: Counts, before: Counts, seconds: float | None, caption: str) -
         older = before.get(name, {})
         rate = {count: max(0, tier[count] - older.get(count, 0)) / (seconds or 1.0) for count in _COUNTED}
         asked = rate["hits"] + rate["misses"]
-        model, version, own, kind = name
+        model, version, own, kind = (escape(printable(part)) for part in name)
         table.add_row(
-            escape(f"{model} {version}"), escape(own), kind, "ok" if tier["available"] else "failed",
+            f"{model} {version}", own, kind, "ok" if tier["available"] else "failed",
             f"{rate['hits']:,.0f}", f"{rate['misses']:,.0f}", f"{rate['hits'] / asked:.1%}" if asked else "-",
             f"{rate['bytes_read'] / 1e6:,.1f}", f"{tier['fetch_p50_ms']:.3f}", f"{tier['fetch_p99_ms']:.3f}",
             f"{rate['degraded']:,.0f}",

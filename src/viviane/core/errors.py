@@ -7,10 +7,18 @@ from collections.abc import Iterable
 from typing import Any, Final
 
 _ABSENT: Final = object()
+_MOST_WHAT: Final = 6000  # characters; a message may contain the message of another process
+_MOST_WHERE: Final = 600
+_MOST_VALUE: Final = 1000
+_MOST_ADVICE: Final = 2000
 
 
 class VivianeError(Exception):
     """Base of every error that Viviane raises on purpose.
+
+    The message leaves out the middle of texts that are too long; the attributes keep them.
+
+    The message leaves out the middle of texts that are too long to read; the attributes keep the whole.
 
     Args:
         what: what went wrong, in one line.
@@ -41,20 +49,36 @@ class VivianeError(Exception):
         self.value = None if value is _ABSENT else value
         self.allowed = allowed
         self.fix = fix
-        lines = [what]
+        lines = [_clipped(what, _MOST_WHAT)]
         if where is not None:
-            lines.append(f"  where:   {where}")
+            lines.append(f"  where:   {_clipped(str(where), _MOST_WHERE)}")
         if value is not _ABSENT:
-            lines.append(f"  value:   {value!r}" if isinstance(value, str) else f"  value:   {value}")
+            shown = _clipped(value, _MOST_VALUE) if isinstance(value, str) else value
+            lines.append(f"  value:   {shown!r}" if isinstance(value, str) else f"  value:   {_text(value)}")
         if allowed is not None:
-            lines.append(f"  allowed: {allowed}")
+            lines.append(f"  allowed: {_clipped(allowed, _MOST_ADVICE)}")
         if fix is not None:
-            lines.append(f"  do:      {fix}")
+            lines.append(f"  do:      {_clipped(fix, _MOST_ADVICE)}")
         super().__init__("\n".join(lines))
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Exceptions are sent between processes by pickling their args; here that is the formatted text.
         return _rebuild, (type(self), str(self), self.__dict__)
+
+
+def _clipped(text: str, most: int) -> str:
+    """Return a text with its middle left out if it is longer than `most` characters, such as a path of 5,000."""
+    if len(text) <= most:
+        return text
+    half = most // 2 - 20
+    return f"{text[:half]} ... ({len(text):,} characters) ... {text[-half:]}"
+
+
+def _text(value: Any) -> str:
+    try:
+        return _clipped(str(value), _MOST_VALUE)
+    except (ValueError, RecursionError):  # integers of thousands of digits; deeply nested objects
+        return f"{type(value).__name__} that is too long to show"
 
 
 def _rebuild(kind: type[VivianeError], text: str, fields: dict[str, Any]) -> VivianeError:

@@ -22,7 +22,7 @@ from viviane.core.locations import AnyPath, location
 from viviane.core.rows import plain_table
 from viviane.etl.config import EtlConfig
 
-Kind = Literal["label", "number", "category", "list", "time", "weight", "ignored"]
+Kind = Literal["label", "number", "boolean", "category", "list", "time", "weight", "ignored"]
 
 ROWS_PER_VALUE: Final = 100
 """A number of which each value comes up so often, on average, is a category by its exact value besides."""
@@ -349,7 +349,8 @@ def _number(
         encoding = {"type": "bucketize", "quantiles": num_bins}
         found.categorical.append({"name": f"{name}_bin{num_bins}", "source": name, "encoding": encoding})
         notes.append(f"{num_bins} quantiles")
-    return InferredColumn(name, "number", ", ".join(notes))
+    is_boolean = whole and distinct == 2 and len(sample) > 0 and sample.min() == 0 and sample.max() == 1
+    return InferredColumn(name, "boolean" if is_boolean else "number", "0 and 1" if is_boolean else ", ".join(notes))
 
 
 def _numbers_of(values: Any) -> NDArray[np.float64] | None:

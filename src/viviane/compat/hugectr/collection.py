@@ -7,11 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
+import numpy as np
+
+from viviane.compat.hugectr.argument_types import typed
 from viviane.compat.hugectr.arguments import REQUIRED, Arguments, Signature, note
 from viviane.compat.hugectr.enums import CommunicationStrategy, CompressionStrategy
 from viviane.compat.hugectr.json_files import load as load_json
 from viviane.compat.hugectr.names import graph_name, graph_names
-from viviane.core.errors import ConfigError, suggest
+from viviane.core.errors import ConfigError, expect, suggest
 
 _PLACEMENTS: Final = ("mp", "dp", "localized", "column")
 COMBINERS: Final = {"sum": "sum", "average": "mean", "mean": "mean", "concat": "concat"}
@@ -98,6 +101,7 @@ class EmbeddingCollectionConfig(Arguments):
         """The tables, in the order of their first lookup."""
         return {one.table.name: one.table for call in self.calls for one in call.lookups}
 
+    @typed
     def embedding_lookup(
         self,
         table_config: EmbeddingTableConfig | Sequence[EmbeddingTableConfig],
@@ -111,10 +115,11 @@ class EmbeddingCollectionConfig(Arguments):
             ConfigError: lists differ in length, a combiner is unknown, or two tables have one name.
         """
         is_list = not isinstance(table_config, EmbeddingTableConfig)
-        tables = [table_config] if isinstance(table_config, EmbeddingTableConfig) else list(table_config)
-        bottoms = graph_names([bottom_name] if isinstance(bottom_name, str) else list(bottom_name))
+        tables = _all_of("table_config", table_config, EmbeddingTableConfig)
+        bottoms = graph_names(_all_of("bottom_name", bottom_name, str))
+        expect("embedding_lookup, top_name", top_name, str)
         top_name = graph_name(top_name)
-        combiners = [combiner] * len(tables) if isinstance(combiner, str) else list(combiner)
+        combiners = [combiner] * len(tables) if isinstance(combiner, str) else _all_of("combiner", combiner, str)
         where = f"embedding_lookup {top_name!r}"
         if not len(tables) == len(bottoms) == len(combiners):
             raise ConfigError("each lookup needs one table, one bottom and one combiner", where=where,
@@ -129,6 +134,7 @@ class EmbeddingCollectionConfig(Arguments):
         found = (TableLookup(*one) for one in zip(tables, bottoms, (COMBINERS[c] for c in combiners), strict=True))
         self.calls.append(LookupCall(tuple(found), top_name, is_list))
 
+    @typed
     def shard(
         self,
         shard_matrix: Sequence[Sequence[str]],
@@ -142,10 +148,15 @@ class EmbeddingCollectionConfig(Arguments):
         Raises:
             ConfigError: a table or strategy is unknown, or the plan is inconsistent.
         """
-        self.shard_matrix = [[_name(one) for one in names] for names in shard_matrix]
-        self.shard_strategy = [(kind, list(entries)) for kind, entries in shard_strategy]
+        rows = _a_list("shard_matrix", shard_matrix, "a list with the tables of each GPU")
+        self.shard_matrix = [
+            [_name(one) for one in _a_list("shard_matrix", names, "names of tables")] for names in rows
+        ]
+        self.shard_strategy = _strategies(shard_strategy)
+        expect("shard, compression_strategy", compression_strategy, Mapping, type(None))
         self.compression_strategy = {
-            kind: [_name(one) for one in names] for kind, names in (compression_strategy or {}).items()
+            kind: [_name(one) for one in _a_list("compression_strategy", names, "names of tables")]
+            for kind, names in (compression_strategy or {}).items()
         }
         if self.calls:
             self.check_plan()
@@ -201,24 +212,61 @@ class EmbeddingCollectionConfig(Arguments):
 
 
 def _name(table: Any) -> str:
+    expect("shard, a table", table, EmbeddingTableConfig, str, int)  # 3.7 and 4.1 name tables by their numbers
     return table.name if isinstance(table, EmbeddingTableConfig) else str(table)
+
+
+def _all_of(argument: str, value: Any, kind: type) -> list[Any]:
+    """Return an argument of embedding_lookup as a list: one value of a type, or a list of such values."""
+    found = list(value) if isinstance(value, list | tuple) else [value]
+    for one in found:
+        expect(f"embedding_lookup, {argument}", one, kind)
+    return found
+
+
+def _a_list(argument: str, value: Any, allowed: str) -> list[Any]:
+    if isinstance(value, np.ndarray):
+        value = value.tolist()
+    if not isinstance(value, list | tuple):
+        raise ConfigError("an argument has the wrong type", where=f"shard, {argument}", value=value, allowed=allowed)
+    return list(value)
+
+
+def _strategies(value: Any) -> list[tuple[str, list[Any]]]:
+    """Return pairs of a strategy and its entries: a table, or a pair of a table and a number of columns."""
+    found = []
+    for pair in _a_list("shard_strategy", value, "a list of pairs (strategy, tables)"):
+        if not isinstance(pair, list | tuple) or len(pair) != 2:
+            raise ConfigError("a strategy must be a pair", where="shard, shard_strategy", value=pair,
+                              allowed="('mp', [tables]), ('dp', [tables])")  # fmt: skip
+        entries = _a_list("shard_strategy", pair[1], "a list of tables")
+        for entry in entries:
+            is_pair = isinstance(entry, list | tuple)
+            if is_pair and (len(entry) != 2 or not isinstance(entry[1], int) or entry[1] < 1):
+                raise ConfigError("an entry must be a table, or a pair", where="shard, shard_strategy", value=entry,
+                                  allowed="table, (table, number of columns)")  # fmt: skip
+        found.append((pair[0], entries))
+    return found
 
 
 class EmbeddingPlanner:
     """The collection API of HugeCTR 3.7 to 4.1, with the plan in a JSON file."""
 
+    @typed
     def __init__(self) -> None:
         self._collection = EmbeddingCollectionConfig()
 
+    @typed
     def embedding_lookup(
         self, table_config: EmbeddingTableConfig, bottom_name: str, top_name: str, combiner: str
     ) -> None:
         """Add the lookup of one feature."""
         self._collection.embedding_lookup(table_config, bottom_name, top_name, combiner)
 
+    @typed
     def create_embedding_collection(
         self,
-        plan_file: str | None = None,
+        plan_file: str | Path | Sequence[Sequence[int]] | None = None,
         emb_table_group_strategy: Sequence[Any] = (),
         emb_table_placement_strategy: Sequence[str] = (),
         *,
@@ -238,6 +286,8 @@ class EmbeddingPlanner:
         plan: Any = shard_matrix if plan_file is None else plan_file
         if isinstance(plan, str | Path):
             plan = load_json(Path(plan))
+        if isinstance(plan, np.ndarray):
+            plan = plan.tolist()
         if not isinstance(plan, list | tuple):
             raise ConfigError("a plan must be a list with one entry per GPU", where=str(plan_file or "shard_matrix"))
         for kind in emb_table_placement_strategy:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, ClassVar
 
+from viviane.compat.hugectr.argument_types import typed
 from viviane.compat.hugectr.arguments import REQUIRED, Arguments, Signature, say
 from viviane.compat.hugectr.enums import Check_t, Distribution_t, PowerLaw_t
 from viviane.compat.hugectr.processes import group
+from viviane.core.errors import expect
 from viviane.data.formats.file_list import is_file_list
 from viviane.data.synthetic.data_generator import DataGeneratorConfig, generate_like_hugectr
 
@@ -36,11 +38,17 @@ class DataGenerator:
 
     Args:
         params: parameters of the data.
+
+    Raises:
+        ConfigError: `params` has another type.
     """
 
+    @typed
     def __init__(self, params: DataGeneratorParams) -> None:
+        expect("DataGenerator, params", params, DataGeneratorParams)
         self.params = params
 
+    @typed
     def generate(self) -> None:
         """Write the files; existing file lists are kept, as in HugeCTR."""
         values: dict[str, Any] = dict(vars(self.params))

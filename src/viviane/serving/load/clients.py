@@ -6,10 +6,11 @@ import asyncio
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
-from viviane.core.errors import RemoteError
+from viviane.core.errors import RemoteError, VivianeError
 from viviane.core.json_files import parse_json
 from viviane.core.optional import require
 from viviane.serving.columns import ColumnSpec
+from viviane.serving.load.described import checked_columns, checked_inputs
 from viviane.serving.load.requests import PreparedRequest
 from viviane.serving.load.settings import LoadSettings
 from viviane.serving.server.messages import SERVICE, message
@@ -64,7 +65,10 @@ class HttpClient:
                 if reply.status != 200:
                     raise RemoteError("the server refuses", where=self._url + path, value=str(content)[:500])
                 return content
-        except (self._aiohttp.ClientError, TimeoutError, OSError) as error:
+        except VivianeError:
+            raise
+        except (self._aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
+            # ValueError: a redirection to an invalid address.
             raise RemoteError("the server does not respond", where=self._url, value=str(error)) from error
 
     async def models(self) -> list[str]:
@@ -78,17 +82,10 @@ class HttpClient:
     async def describe(self, model: str, version: str | None) -> tuple[list[dict[str, Any]], list[ColumnSpec] | None]:
         """Return a model's inputs, and its columns where the server describes them."""
         described = await self._json("GET", _path(model, version))
+        inputs = checked_inputs(described, self._url)
         try:
-            inputs = [
-                {"name": str(one["name"]), "datatype": str(one["datatype"]), "shape": [int(n) for n in one["shape"]]}
-                for one in described["inputs"]
-            ]
-        except (KeyError, TypeError, ValueError):
-            raise self._strange("no description of the model's inputs", described) from None
-        try:
-            columns = (await self._json("GET", f"/v1/models/{model}"))["inputs"]
-            return inputs, [ColumnSpec(**{**one, "shape": tuple(one["shape"])}) for one in columns]
-        except (RemoteError, ValueError, KeyError, TypeError):  # another server than ours
+            return inputs, checked_columns(await self._json("GET", f"/v1/models/{model}"), inputs)
+        except RemoteError:  # another server than ours
             return inputs, None
 
     def _strange(self, what: str, content: object) -> RemoteError:
@@ -110,7 +107,7 @@ class HttpClient:
                 return OK if reply.status == 200 else str(reply.status)
         except TimeoutError:
             return "timeout"
-        except (self._aiohttp.ClientError, OSError) as error:
+        except (self._aiohttp.ClientError, OSError, ValueError) as error:
             return type(error).__name__
 
     async def close(self) -> None:
@@ -154,7 +151,8 @@ class GrpcClient:
     async def describe(self, model: str, version: str | None) -> tuple[list[dict[str, Any]], list[ColumnSpec] | None]:
         """Return a model's inputs; gRPC has no call that describes columns."""
         found = await self._ask("ModelMetadata", name=model, version=version or "")
-        return [{"name": one.name, "datatype": one.datatype, "shape": list(one.shape)} for one in found.inputs], None
+        inputs = [{"name": one.name, "datatype": one.datatype, "shape": list(one.shape)} for one in found.inputs]
+        return checked_inputs({"inputs": inputs}, self._target), None
 
     def prepare(self, model: str, version: str | None, request: PreparedRequest) -> Any:
         """Return the message's bytes."""

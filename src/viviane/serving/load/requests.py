@@ -19,6 +19,10 @@ from viviane.serving.server.tensors import BYTES, DATATYPES, LENGTHS, MISSING
 
 _DIFFERENT: Final = 256
 """Requests that are prepared; a load test sends them in turn."""
+_MOST_VALUES: Final = 1 << 26
+"""Values that are made up for one request."""
+_MOST_MADE: Final = 1 << 22
+"""Values that are made up for all requests, beyond the first request."""
 _OF_DATATYPE: Final[dict[str, Any]] = {"FP32": "float32", "FP64": "float64", "INT32": "int32", "INT64": "int64",
                                        BYTES: "string"}  # fmt: skip
 
@@ -66,11 +70,23 @@ class RequestSource:
                                 allowed=", ".join(table.column_names)[:1000])  # fmt: skip
 
     def prepared(self, rows: int, seed: int) -> list[PreparedRequest]:
-        """Return different requests of this many rows each."""
+        """Return different requests of this many rows each.
+
+        Raises:
+            ConfigError: a request would be too large.
+            DataError: a value of the rows does not fit its input.
+        """
         if self._table is None:
-            made = example_rows(self._columns, rows * min(_DIFFERENT, max(8, 4096 // rows)), seed)
+            width = sum(max(1, one.shape[1]) if len(one.shape) > 1 else 1 for one in self._columns)
+            if width * rows > _MOST_VALUES:
+                raise ConfigError("a request would be too large", where=f"{rows:,} rows",
+                                  value=f"{width * rows:,} values", allowed=f"at most {_MOST_VALUES:,}")  # fmt: skip
+            count = min(_DIFFERENT, max(8, 4096 // rows), max(1, _MOST_MADE // (width * rows)))
+            made = example_rows(self._columns, rows * count, seed)
         else:
             count = self._table.num_rows
+            if not count:
+                raise DataError("there are no rows to send", value="0 rows", fix="name a file with rows: --rows")
             draw = np.random.default_rng(seed).integers(0, count, rows * min(_DIFFERENT, max(8, count // rows)))
             made = self._table.select(list(self._inputs)).take(draw).to_pylist()
         return [self._request(made[start : start + rows]) for start in range(0, len(made), rows)]
@@ -82,7 +98,7 @@ class RequestSource:
             if len(shape) > 1 and shape[1] != 1:
                 tensors += _list_tensors(name, datatype, values, ragged=shape[1] < 0)
             else:
-                tensors.append((name, datatype, (len(rows), 1), _bytes(datatype, values)))
+                tensors.append((name, datatype, (len(rows), 1), _bytes(name, datatype, values)))
                 if datatype != BYTES and any(value is None for value in values):
                     mask = np.array([value is None for value in values])
                     tensors.append((name + MISSING, "BOOL", (len(rows), 1), mask.tobytes()))
@@ -125,20 +141,27 @@ def _guess(name: str, datatype: str, shape: Sequence[int]) -> ColumnSpec:
 def _list_tensors(
     name: str, datatype: str, values: Sequence[Any], *, ragged: bool
 ) -> list[tuple[str, str, tuple[int, ...], bytes]]:
+    wrong = next((value for value in values if not isinstance(value, list | None)), None)
+    if wrong is not None:
+        raise DataError("a value does not fit its input", where=f"input {name!r}", value=str(wrong), allowed="a list")
     lists = [list(value or ()) for value in values]
     lengths = np.array([len(one) for one in lists], np.int32)
     width = max(1, int(lengths.max(initial=0)))
     filler: Any = "" if datatype == BYTES else 0
     flat = [value for one in lists for value in [*one, *[filler] * (width - len(one))]]
     found: list[tuple[str, str, tuple[int, ...], bytes]] = []
-    found.append((name, datatype, (len(lists), width), _bytes(datatype, flat)))
+    found.append((name, datatype, (len(lists), width), _bytes(name, datatype, flat)))
     if ragged:
         found.append((name + LENGTHS, "INT32", (len(lists), 1), lengths.tobytes()))
     return found
 
 
-def _bytes(datatype: str, values: Sequence[Any]) -> bytes:
+def _bytes(name: str, datatype: str, values: Sequence[Any]) -> bytes:
     if datatype == BYTES:
         texts = [b"" if value is None else str(value).encode() for value in values]
         return b"".join(struct.pack("<I", len(text)) + text for text in texts)
-    return np.array([0 if value is None else value for value in values], DATATYPES[datatype]).tobytes()
+    try:
+        return np.array([0 if value is None else value for value in values], DATATYPES[datatype]).tobytes()
+    except (ValueError, TypeError, OverflowError) as error:
+        raise DataError("a value does not fit its input", where=f"input {name!r}", value=str(error),
+                        allowed=datatype) from None  # fmt: skip

@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field, field_validator
 
 from viviane.config.base import Settings
+from viviane.core.addresses import server_address
 
 
 class LoadSettings(Settings):
@@ -45,6 +46,12 @@ class LoadSettings(Settings):
     timeout_s: float = Field(default=30, gt=0)
     max_outstanding: int = Field(default=4096, ge=1)
     seed: int = 0
+
+    @field_validator("url")
+    @classmethod
+    def _address(cls, value: str) -> str:
+        server_address(value, where="url", schemes=("http", "https", "grpc"), default_scheme="http")
+        return value
 
     @field_validator("concurrency")
     @classmethod

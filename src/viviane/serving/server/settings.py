@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any, Final, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from viviane.config.base import Settings, load_json
+from viviane.core.addresses import check_host
 from viviane.core.locations import AnyPath
 from viviane.serving.server.batcher import BatchSettings
 from viviane.serving.server.recommend_queue import RecommendSettings
@@ -61,6 +62,11 @@ class ServerSettings(Settings):
     batching: BatchSettings = BatchSettings()
     recommend: RecommendSettings = RecommendSettings()
     inference: RepositorySettings = RepositorySettings()
+
+    @field_validator("host")
+    @classmethod
+    def _host(cls, value: str) -> str:
+        return check_host(value, where="host")
 
     @model_validator(mode="after")
     def _ports(self) -> Self:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from viviane.config.base import Settings
+from viviane.core.addresses import check_host
 
 
 class TritonSettings(Settings):
@@ -41,3 +42,8 @@ class TritonSettings(Settings):
     start_timeout_s: float = Field(default=180, gt=0)
     stop_timeout_s: int = Field(default=30, ge=1)
     log: str | None = None
+
+    @field_validator("host")
+    @classmethod
+    def _host(cls, value: str) -> str:
+        return check_host(value, where="host")
