@@ -13,7 +13,7 @@ SETUP = PYTHON='$(PYTHON)' VENV='$(VENV)' sh .ci/install
 PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
 help:
-	@echo 'make demo         install, then generate, clean, train, evaluate, export and predict; ends with a report'
+	@echo 'make demo         install, then generate, clean, train, evaluate, export and predict; ends with a report; minutes'
 	@echo 'make test         install, then ruff, mypy and every test but the slow ones'
 	@echo 'make test-all     the same with the slow tests'
 	@echo 'make lint         ruff and mypy alone'

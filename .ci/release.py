@@ -1,13 +1,14 @@
 """Check that the working tree is a release, build it, and tag it: python .ci/release.py [--no-tag]
 
 The version stands in pyproject.toml. CHANGELOG.md must have a dated section for it and nothing under [Unreleased], the
-working tree must be clean, and the tag must not exist. The wheel is installed into a new environment without its
-dependencies and must contain the package with its data files.
+working tree must be clean, the tag must not exist, and VIVIANE_REPOSITORY must name the repository, into which links of
+the package index lead. The wheel must contain the package with its data files.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import subprocess
 import sys
@@ -56,6 +57,8 @@ def main() -> int:
         found.append("the working tree has changes: commit them")
     if git("tag", "--list", f"v{version}"):
         found.append(f"the tag v{version} exists: raise the version in pyproject.toml")
+    if not os.environ.get("VIVIANE_REPOSITORY"):
+        found.append("VIVIANE_REPOSITORY=https://HOST/OWNER/NAME is not set: links on the package index need it")
     if found:
         sys.exit("error: this is not a release:\n  " + "\n  ".join(found))
     print(f"built {build().name}")

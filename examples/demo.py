@@ -20,18 +20,21 @@ from viviane.cli.main import main as command_line
 
 # A value of 8 hexadecimal digits that the generator never writes: an id that nobody has seen.
 UNSEEN = "feedbeef"
+ROWS = 2_000_000
 FIRST_CATEGORY = 14  # a line is: label, 13 numbers, 26 categories
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Run the demo from raw logs to a report.")
     parser.add_argument("--folder", type=Path, default=Path("demo"), help="where everything is written")
-    parser.add_argument("--rows", type=int, default=2_000_000, help="training rows")
+    parser.add_argument("--rows", type=int, default=ROWS, help="training rows")
     arguments = parser.parse_args()
     folder = arguments.folder
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     start = time.perf_counter()
+    if arguments.rows == ROWS:
+        print("It takes 3 to 6 minutes on two cores, and 1 GB of disk. Progress is a line every ten seconds, or a bar.")
 
     step("1. Generate click logs in Criteo's text format; the best AUC that any model can reach on them is known")
     valid_rows = max(arguments.rows // 10, 1000)

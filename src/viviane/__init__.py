@@ -14,7 +14,6 @@ Names are imported when they are first used.
 from __future__ import annotations
 
 import importlib
-from importlib.metadata import version as _version
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
     from viviane.sklearn import CTRClassifier, CTRMultiTaskClassifier, CTRRanker
     from viviane.training import Callback, History, Trainer
 
-__version__ = _version("viviane")
+    __version__: str
 
 __all__ = [
     "SGD",
@@ -101,6 +100,10 @@ _PACKAGES: Final = frozenset({"export", "nn", "optim", "retrieval", "zoo"})
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from importlib.metadata import version  # takes longer to import than the rest of this file
+
+        return version("viviane")
     if name in _PACKAGES:
         return importlib.import_module(f"viviane.{name}")
     if name not in _HOME_OF:

@@ -23,7 +23,7 @@ from viviane.zoo import ZOO
 
 CPU = torch.device("cpu")
 ROWS = (30, 7, 5)
-TINY = ["bench", "train", "--device", "cpu", "--rows", "50,7", "--dim", "3", "--batch", "5", "--seconds", "0.01"]
+TINY = ["bench", "train", "--device", "cpu", "--rows", "50,7", "--dim", "3", "--batch-size", "5", "--seconds", "0.01"]
 
 
 @pytest.mark.parametrize("name", PLAIN)
@@ -84,7 +84,7 @@ def test_figures_are_measured_and_shown(capsys, monkeypatch) -> None:
 @pytest.mark.slow
 def test_a_tiny_run_gives_its_file(tmp_path) -> None:
     file = tmp_path / "figures.json"
-    done = CliRunner().invoke(app, [*TINY, "--peers", "torch", "--json", str(file)])
+    done = CliRunner().invoke(app, [*TINY, "--peers", "torch", "--output", str(file)])
     assert done.exit_code == 0, done.output
     assert [one["library"] for one in json.loads(file.read_text())["figures"]] == [
         "viviane",

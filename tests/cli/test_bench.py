@@ -21,7 +21,9 @@ FIELDS = {
 def test_a_tiny_run_gives_its_table_and_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "120")
     file = tmp_path / "figures.json"
-    done = run(main.app, [*TINY, "--batch", "5,1", "--optimizer", "sgd,ftrl", "--peers", "torch", "--json", str(file)])
+    done = run(
+        main.app, [*TINY, "--batch-size", "5,1", "--optimizer", "sgd,ftrl", "--peers", "torch", "--output", str(file)]
+    )
     assert done.exit_code == 0, done.output
     words = " ".join(done.stdout.split())
     assert "Batch 5 (" in words
@@ -52,7 +54,7 @@ def test_help_says_what_there_is() -> None:
         (["bench", "embeding"], "did you mean 'embedding'"),
         ([*TINY, "--optimizer", "adagard"], "did you mean 'adagrad'"),
         ([*TINY, "--ids", "zipf"], "unknown distribution"),
-        ([*TINY, "--batch", "0"], "at least 1"),
+        ([*TINY, "--batch-size", "0"], "at least 1"),
         ([*TINY, "--rows", "ten"], "not a whole number"),
         (["bench", "embedding", "--tables", "criteo"], "no such tables"),
         ([*TINY, "--peers", "tensorrec"], "unknown peer"),

@@ -29,7 +29,7 @@ def config(tmp_path_factory):
 
 
 def test_prints_writes_and_draws_a_plan(config, tmp_path):
-    files = ["--output", str(tmp_path / "plan.json"), "--picture", str(tmp_path / "plan.svg")]
+    files = ["--output", str(tmp_path / "plan.json"), "--plot", str(tmp_path / "plan.svg")]
     result = CliRunner().invoke(app, ["plan", str(config), "--processes", "3", *MACHINE, *files])
     assert result.exit_code == 0, result.output
     assert "device cpu: 1.0 GB, memory 20.0 GB/s, link 2.0 GB/s (given)" in result.output

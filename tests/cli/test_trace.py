@@ -45,7 +45,7 @@ def folder(tmp_path_factory):
     ("source", "options"), [("run.json", []), ("run.json", ["--synthetic"]), ("model", ["--batch-size", "8"])]
 )
 def test_prints_ranges_and_writes_trace_picture_and_page(folder, tmp_path, source, options):
-    words = ["trace", str(folder / source), "--steps", "2", "--device", "cpu", "--out", str(tmp_path)]
+    words = ["trace", str(folder / source), "--steps", "2", "--device", "cpu", "--output", str(tmp_path)]
     done = run(app, [*words, *options])
     assert done.exit_code == 0, done.output
     for name in ("read", "forward", "lookup emb", "layer top", "loss", "backward", "table update", "dense optimizer"):
@@ -60,22 +60,24 @@ def test_prints_ranges_and_writes_trace_picture_and_page(folder, tmp_path, sourc
 
 def test_the_saved_model_is_not_touched(folder, tmp_path):
     before = {file: file.read_bytes() for file in (folder / "model").rglob("*") if file.is_file()}
-    run(app, ["trace", str(folder / "model"), "--steps", "1", "--device", "cpu", "--out", str(tmp_path)])
+    run(app, ["trace", str(folder / "model"), "--steps", "1", "--device", "cpu", "--output", str(tmp_path)])
     assert before == {file: file.read_bytes() for file in (folder / "model").rglob("*") if file.is_file()}
 
 
 def test_what_is_wrong_is_refused(folder, tmp_path):
-    done = run(app, ["trace", str(folder / "model"), "--set", "solver.lr=1", "--out", str(tmp_path)])
+    done = run(app, ["trace", str(folder / "model"), "--set", "solver.lr=1", "--output", str(tmp_path)])
     assert isinstance(done.exception, ConfigError)
     assert "--batch-size" in str(done.exception)
-    done = run(app, ["trace", str(folder / "run.json"), "--data", str(tmp_path / "none"), "--out", str(tmp_path)])
+    done = run(app, ["trace", str(folder / "run.json"), "--data", str(tmp_path / "none"), "--output", str(tmp_path)])
     assert isinstance(done.exception, DataError)
 
 
 @pytest.mark.slow
 def test_rank_0_of_two_processes_records(folder, tmp_path):
     command = [sys.executable, "-m", "viviane", "trace", str(folder / "run.json"), "--steps", "2", "--processes", "2"]
-    done = subprocess.run([*command, "--out", str(tmp_path)], capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        [*command, "--output", str(tmp_path)], capture_output=True, text=True, timeout=300, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("picture:") == 1
     assert "exchange" in done.stdout

@@ -93,7 +93,7 @@ def test_a_bag_of_negatives_resumes_to_the_same_bits(place: Path) -> None:
     assert "others" in viviane("summary", "c.json", cwd=place)
     speeds = ("--memory-gb-per-s", 10, "--link-gb-per-s", 1, "--memory-gb", 1)
     assert "Tables" in viviane("plan", "c.json", "--processes", 2, *speeds, cwd=place)
-    viviane("trace", "c.json", "--steps", 2, "--out", "trace", cwd=place)
+    viviane("trace", "c.json", "--steps", 2, "--output", "trace", cwd=place)
     assert (place / "trace/trace.svg").exists()
 
 

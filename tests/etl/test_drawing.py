@@ -85,7 +85,7 @@ def test_sequences() -> None:
 
 def test_the_command_draws_and_groups(tmp_path: Path) -> None:
     file = tmp_path / "etl.svg"
-    result = RUNNER.invoke(app, ["etl", "--preset", "criteo", "--picture", str(file)])
+    result = RUNNER.invoke(app, ["etl", "--preset", "criteo", "--plot", str(file)])
     assert result.exit_code == 0
     assert file.read_text() == picture(criteo())
     nowhere = RUNNER.invoke(app, ["etl", "--preset", "criteo"])

@@ -1,6 +1,5 @@
 """The documentation runs: Python blocks are executed, `viviane` lines are parsed, links and generated tables hold."""
 
-import importlib
 import json
 import re
 import shlex
@@ -10,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import typer
 
 from viviane.cli import main as command_line
 from warm import Warm
@@ -76,9 +74,13 @@ def parse(words: list[str]) -> None:
         return
     name, rest = words[0], words[1:]
     assert name in command_line.COMMANDS, f"no command {name!r}; there are {', '.join(command_line.COMMANDS)}"
-    app = typer.Typer()
-    app.command(name)(importlib.import_module(command_line.COMMANDS[name]).command)
-    parameters = typer.main.get_command(app).params
+    command = command_line.find_command(name)
+    if (inner := getattr(command, "commands", None)) is not None:
+        if not rest or rest[0] == "--help":
+            return
+        assert rest[0] in inner, f"viviane {name} has no command {rest[0]!r}; there are {', '.join(inner)}"
+        name, command, rest = f"{name} {rest[0]}", inner[rest[0]], rest[1:]
+    parameters = command.params
     options = {flag: p for p in parameters if p.param_type_name == "option" for flag in [*p.opts, *p.secondary_opts]}
     arguments = [p for p in parameters if p.param_type_name == "argument"]
     given, positional = set(), 0
@@ -142,6 +144,8 @@ def test_blocks_are_found_where_they_stand() -> None:
         ("viviane docter", "no command 'docter'"),
         ("viviane doctor --jsn", "has no flag --jsn"),
         ("viviane doctor here", "takes 0 to 0 arguments, 1 are given"),
+        ("viviane checkpoint inspct a", "checkpoint has no command 'inspct'"),
+        ("viviane checkpoint diff a", "checkpoint diff takes 2 to 2 arguments, 1 are given"),
     ],
 )
 def test_wrong_commands_are_refused(line: str, message: str) -> None:

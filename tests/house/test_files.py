@@ -60,7 +60,7 @@ def test_other_paths_are_not(text: str) -> None:
 
 def test_the_wheel_carries_the_package_and_nothing_else(tmp_path: Path) -> None:
     # A copy is built, since setuptools leaves its working files beside the sources.
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tmp_path)
     ignore = shutil.ignore_patterns("__pycache__", "*.egg-info")
     shutil.copytree(ROOT / "src", tmp_path / "src", ignore=ignore)

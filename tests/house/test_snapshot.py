@@ -13,7 +13,6 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-import typer
 from pydantic_core import PydanticUndefined
 
 import viviane
@@ -71,14 +70,15 @@ def public_names() -> dict[str, Any]:
 
 def command_line_flags() -> dict[str, Any]:
     commands = {}
-    for name, module in command_line.COMMANDS.items():
-        app = typer.Typer()
-        app.command(name)(importlib.import_module(module).command)
-        flags: dict[str, Any] = {}
-        for parameter in typer.main.get_command(app).params:
-            names = [*parameter.opts, *parameter.secondary_opts]
-            flags[" ".join(names)] = "required" if parameter.required else repr(parameter.default)
-        commands[name] = flags
+    for name in command_line.COMMANDS:
+        command = command_line.find_command(name)
+        inner = getattr(command, "commands", None)  # of a group
+        for words, one in {name: command}.items() if inner is None else [(f"{name} {x}", inner[x]) for x in inner]:
+            flags: dict[str, Any] = {}
+            for parameter in one.params:
+                names = [*parameter.opts, *parameter.secondary_opts]
+                flags[" ".join(names)] = "required" if parameter.required else repr(parameter.default)
+            commands[words] = flags
     return commands
 
 

@@ -34,7 +34,7 @@ def command(
     rows: Annotated[str | None, typer.Option(help="Sizes of your own, instead of --tables: 1e6,50000,10.")] = None,
     max_rows: Annotated[str | None, typer.Option(help="No table is larger than this.")] = None,
     dim: Annotated[int, typer.Option(min=1, max=2**20, help="Width of the rows.")] = 16,
-    batch: Annotated[str, typer.Option(help="Rows of a batch; several with commas.")] = "2048",
+    batch_size: Annotated[str, typer.Option(help="Rows of a batch; several with commas.")] = "2048",
     optimizer: Annotated[
         str | None,
         typer.Option(
@@ -52,7 +52,7 @@ def command(
     processor_time: Annotated[
         bool, typer.Option("--processor-time", help="Of all threads on the CPU, not on the wall: for a busy machine.")
     ] = False,
-    to_json: Annotated[Path | None, typer.Option("--json", help="Also write everything to this file.")] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Also write everything to this file.")] = None,
 ) -> None:
     """Compare with other libraries on this machine. WHAT there is: embedding, train."""
     if what not in BENCHES:
@@ -63,10 +63,10 @@ def command(
         if processor_time:
             raise ConfigError("train is timed on the wall alone", where="--processor-time", fix="leave it out")
         sizes = table_sizes(tables, rows, max_rows or _TRAIN_MAX_ROWS)
-        batches = whole_numbers(batch, "batch")
+        batches = whole_numbers(batch_size, "batch-size")
         rule = optimizer or "sgd"
         options = BenchOptions(model, sizes, dim, batches, rule, num_dense, precision, ids, exponent, device)
-        run(options, peers, seconds, to_json)
+        run(options, peers, seconds, output)
         return
     from viviane.bench.embedding import choose_libraries, compare
     from viviane.bench.workload import Draw, Tables, draw_ids, known_rule
@@ -76,17 +76,17 @@ def command(
     names = choose_libraries(peers, where)
     sizes = table_sizes(tables, rows, max_rows)
     kinds = [Tables(sizes, dim, known_rule(one.strip()), where) for one in (optimizer or _RULES).split(",")]
-    draws = [Draw(size, ids, exponent) for size in whole_numbers(batch, "batch")]
+    draws = [Draw(size, ids, exponent) for size in whole_numbers(batch_size, "batch-size")]
     draw_ids(sizes, 1, ids, exponent, count=1)  # refuses what it does not know before processes are started
     typer.echo(
         f"{len(sizes)} tables, {sum(sizes):,} rows x {dim}, {ids} ids, on {where}; the first step compiles", err=True
     )
     found = compare(kinds, draws, names, seconds=seconds, processor_time=processor_time, heard=tell)
     show(found)
-    if to_json is not None:
+    if output is not None:
         law = {"ids": ids, "exponent": exponent if ids == "power-law" else None, "processor_time": processor_time}
-        to_json.write_text(json.dumps({**found.to_dict(), **law}, indent=2) + "\n", encoding="utf-8")
-        typer.echo(f"written: {to_json}")
+        output.write_text(json.dumps({**found.to_dict(), **law}, indent=2) + "\n", encoding="utf-8")
+        typer.echo(f"written: {output}")
 
 
 def tell(one: Measurement | LeftOut) -> None:
@@ -124,9 +124,9 @@ def show(found: Comparison) -> None:
     """Print the figures of each batch size, and what was left out."""
     from rich.markup import escape
 
-    from viviane.cli.console import output
+    from viviane.cli.console import output as output_console
 
-    console = output()
+    console = output_console()
     for size in dict.fromkeys(one.batch for one in found.measurements):
         console.print(figures(found, size))
     console.print(f"Copy of a large tensor: {found.copy_gb_per_second:.1f} GB/s, read and written.")

@@ -8,14 +8,12 @@ from typing import Annotated, Literal
 
 import typer
 
-from viviane.config.base import load_json
 from viviane.core.data_manifest import MANIFEST_FILE
 from viviane.core.errors import DataError, VivianeError
 from viviane.core.exchange import recover
 from viviane.core.locations import AnyPath, RemotePath, location
 from viviane.core.remote.cache import local_copy
 from viviane.core.remote.published import published_location
-from viviane.schema import SCHEMA_FILE
 
 Kind = Literal["data set", "model", "checkpoint", "fitted ETL"]
 _MODEL_FILES = "files.json"
@@ -69,6 +67,9 @@ def _found(place: AnyPath) -> Iterator[tuple[AnyPath, Kind]]:
 
 
 def _kind(place: AnyPath) -> Kind | None:
+    from viviane.config.base import load_json
+    from viviane.schema import SCHEMA_FILE
+
     if place.is_file():
         return "fitted ETL" if place.suffix == _ETL_SUFFIX else None
     if isinstance(place, Path):

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 
-from viviane.core.errors import ConfigError, suggest
 from viviane.core.locations import RemotePath, location
 from viviane.core.remote.cache import local_copy
 from viviane.core.remote.published import publish_folder
@@ -20,56 +19,88 @@ if TYPE_CHECKING:
 
 _MOST = 65536  # processes
 
-ACTIONS = {
-    "inspect": "PATH: what it holds",
-    "diff": "A B: which tensors differ, and by how much; exit code 1 where any does",
-    "reshard": "PATH OUT --processes N or --plan FILE: cut its tables another way",
-    "compact": "PATH OUT: an incremental checkpoint with whole tables, which needs no other",
-    "export": "PATH OUT --format npy, safetensors or parquet: tables by key, dense weights",
-}
+app = typer.Typer(
+    help="Work on a checkpoint without its model; every file is verified first.",
+    no_args_is_help=True,
+    add_completion=False,
+)
+
+Checkpoint: TypeAlias = Annotated[Path, typer.Argument(help="A checkpoint: a folder with manifest.json.")]
+Made: TypeAlias = Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write, here or at a URL.")]
+AsJson: TypeAlias = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
-def command(
-    action: Annotated[str, typer.Argument(metavar="ACTION", help="; ".join(f"{n} {w}" for n, w in ACTIONS.items()))],
-    path: Annotated[Path, typer.Argument(help="A checkpoint: a folder with manifest.json.")],
-    other: Annotated[Path | None, typer.Argument(metavar="[B|OUT]", help="Of diff, reshard, export.")] = None,
-    processes: Annotated[
-        int | None, typer.Option(min=1, max=_MOST, help="reshard: cut tables by rows into this many.")
-    ] = None,
-    plan: Annotated[Path | None, typer.Option(help="reshard: a plan's JSON file, as `viviane plan` writes.")] = None,
-    kind: Annotated[str, typer.Option("--format", help="export: npy, safetensors or parquet.")] = "npy",
-    as_json: Annotated[bool, typer.Option("--json", help="inspect, diff: print JSON.")] = False,
+@app.command()
+def inspect(path: Checkpoint, as_json: AsJson = False) -> None:
+    """Print what it holds: steps, versions, dense tensors, tables."""
+    from viviane.training import verify_checkpoint
+
+    path = local_copy(path)
+    _inspect(path, verify_checkpoint(path), as_json)
+
+
+@app.command()
+def diff(
+    path: Checkpoint,
+    other: Annotated[Path, typer.Argument(help="The checkpoint to compare with.")],
+    as_json: AsJson = False,
 ) -> None:
-    """Work on a checkpoint without its model; every file is verified first."""
+    """Print which tensors differ, and by how much; exit code 1 where any does."""
+    from viviane.training.checkpoint.tools import compare_checkpoints
+
+    _diff(compare_checkpoints(local_copy(path), local_copy(other)), as_json)
+
+
+@app.command()
+def reshard(
+    path: Checkpoint,
+    out: Made,
+    processes: Annotated[int | None, typer.Option(min=1, max=_MOST, help="Cut tables by rows into this many.")] = None,
+    plan: Annotated[Path | None, typer.Option(help="A plan's JSON file, as `viviane plan` writes.")] = None,
+) -> None:
+    """Cut its tables another way: for a number of processes, or by a plan."""
     from viviane.parallel import ShardingPlan
     from viviane.training import verify_checkpoint
-    from viviane.training.checkpoint.export import export_checkpoint
-    from viviane.training.checkpoint.tools import compact, compare_checkpoints, reshard
+    from viviane.training.checkpoint.tools import reshard as write
 
-    if action not in ACTIONS:
-        raise ConfigError("no such action", value=action, fix=suggest(action, ACTIONS))
-    if (other is None) != (action == "inspect"):
-        raise ConfigError(f"viviane checkpoint {action} takes {'one path' if other else 'two paths'}",
-                          allowed=ACTIONS[action])  # fmt: skip
     path = local_copy(path)
-    if action == "inspect":
-        _inspect(path, verify_checkpoint(path), as_json)
-        return
-    assert other is not None
-    if action == "diff":
-        _diff(compare_checkpoints(path, local_copy(other)), as_json)
-        return
-    place = location(other)
-    with publish_folder(place) if isinstance(place, RemotePath) else nullcontext(place) as out:
-        if action == "reshard":
-            reshard(path, out, processes=processes, plan=None if plan is None else ShardingPlan.from_json_file(plan))
-            typer.echo(f"{place}: {_num_files(verify_checkpoint(out))} files of tables")
-        elif action == "compact":
-            compact(path, out)
-            typer.echo(f"{place}: whole tables, {_num_bytes(verify_checkpoint(out)):,} bytes")
-        else:
-            for file in export_checkpoint(path, out, kind):
-                typer.echo(place / file.relative_to(out).as_posix())
+    with _published(out) as folder:
+        write(path, folder, processes=processes,
+              plan=None if plan is None else ShardingPlan.from_json_file(plan))  # fmt: skip
+        typer.echo(f"{location(out)}: {_num_files(verify_checkpoint(folder))} files of tables")
+
+
+@app.command()
+def compact(path: Checkpoint, out: Made) -> None:
+    """Write an incremental checkpoint with whole tables, which needs no other."""
+    from viviane.training import verify_checkpoint
+    from viviane.training.checkpoint.tools import compact as write
+
+    path = local_copy(path)
+    with _published(out) as folder:
+        write(path, folder)
+        typer.echo(f"{location(out)}: whole tables, {_num_bytes(verify_checkpoint(folder)):,} bytes")
+
+
+@app.command()
+def export(
+    path: Checkpoint,
+    out: Made,
+    kind: Annotated[str, typer.Option("--format", help="npy, safetensors or parquet.")] = "npy",
+) -> None:
+    """Write tables by key, and dense weights."""
+    from viviane.training.checkpoint.export import export_checkpoint
+
+    path, place = local_copy(path), location(out)
+    with _published(out) as folder:
+        for file in export_checkpoint(path, folder, kind):
+            typer.echo(place / file.relative_to(folder).as_posix())
+
+
+def _published(out: Path) -> AbstractContextManager[Path]:
+    """Return the folder to write: for a URL a local one, which is copied there at the end."""
+    place = location(out)
+    return publish_folder(place) if isinstance(place, RemotePath) else nullcontext(place)
 
 
 def _num_files(manifest: Manifest) -> int:

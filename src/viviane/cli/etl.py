@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
-from time import perf_counter
-from typing import TYPE_CHECKING, Annotated, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from viviane.cli.console import Quiet, is_quiet
+from viviane.cli.work_progress import WorkProgress
 from viviane.core.errors import ConfigError
 from viviane.core.files import write_bytes_atomic
 
@@ -18,7 +17,6 @@ if TYPE_CHECKING:
     from viviane.etl import EtlConfig, FittedEtl, SequenceConfig, SequenceSummary, Summary
 
 SEQUENCES = "viviane-sequences"
-_LINE_S: Final = 10.0  # between lines of progress in a file or a pipe
 _SPLIT_HELP = (
     "hash:COLUMN:train=0.8,valid=0.1,test=0.1 | time:COLUMN:train=0.9,test=0.1 | time:COLUMN:test@2024-06-01 | "
     "file:train=day_0*,test=day_1 | rows:train=0.9,test=0.1 (in the order of the files)."
@@ -57,9 +55,7 @@ def command(
     device: Annotated[str | None, typer.Option(help="Of the GPU engine: cuda, cuda:1; cpu to try it. [cuda]")] = None,
     resume: Annotated[bool, typer.Option(help="Go on with an interrupted run of the same job.")] = True,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing output.")] = False,
-    picture: Annotated[
-        Path | None, typer.Option(help="Draw what would be done as SVG into this file, no more.")
-    ] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw what would be done as SVG into this file, no more.")] = None,
     quiet: Quiet = False,
 ) -> None:
     """Clean raw logs: learn on the training part, write Parquet and schema for every part."""
@@ -76,14 +72,14 @@ def command(
         "raw_ids": raw_ids or None,
     }  # fmt: skip
     what = _choose(config, preset, apply, {name: value for name, value in options.items() if value is not None})
-    if picture is not None:
-        _draw(what, picture)
+    if plot is not None:
+        _draw(what, plot)
         return
     if statistics:
         _describe(what, inputs or [], memory_limit, threads, _bad_row(on_bad_row))
         return
     if not inputs or output is None:
-        raise ConfigError("the input or the output is missing", allowed="INPUT... --output FOLDER, or --picture FILE")
+        raise ConfigError("the input or the output is missing", allowed="INPUT... --output FOLDER, or --plot FILE")
     if isinstance(what, SequenceConfig):
         _refuse_of_rows(split, engine, bool(master or spark or device))
         made = sequences(
@@ -93,7 +89,7 @@ def command(
         )  # fmt: skip
         _print_sequences(made)
         return
-    with _Progress() as progress:
+    with WorkProgress() as progress:
         summary = run(
             what, inputs, output,
             split=split, memory_limit=memory_limit, threads=threads, on_bad_row=_bad_row(on_bad_row), engine=engine,
@@ -215,52 +211,6 @@ def _print_sequences(summary: SequenceSummary) -> None:
     for name, value in asdict(summary).items():
         if value:
             print(f"{name}: {value:,}" if isinstance(value, int) else f"{name}: {value}")  # noqa: T201
-
-
-class _Progress:
-    """A bar at a terminal; in a file or a pipe a line when a step begins, and every ten seconds."""
-
-    def __init__(self) -> None:
-        self._quiet = is_quiet()
-        self._seen: dict[str, float] = {}
-
-    def __enter__(self) -> _Progress:
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-        console = Console(stderr=True)
-        self._terminal = console.is_terminal
-        self._bar = Progress(
-            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-            console=console, transient=True, disable=self._quiet or not self._terminal,
-        )  # fmt: skip
-        self._tasks: dict[str, object] = {}
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
-
-    @property
-    def show(self) -> Callable[[str, int, int], None]:
-        """Called by the ETL with a step, how much is done, of how much."""
-
-        def update(step: str, done: int, total: int) -> None:
-            if not self._terminal:
-                self._line(step, done, total)
-                return
-            if step not in self._tasks:
-                self._tasks[step] = self._bar.add_task(step, total=total or None)
-            self._bar.update(self._tasks[step], completed=done, total=total or None)  # type: ignore[arg-type]
-
-        return update
-
-    def _line(self, step: str, done: int, total: int) -> None:
-        now = perf_counter()
-        if self._quiet or now - self._seen.get(step, float("-inf")) < _LINE_S:
-            return
-        self._seen[step] = now
-        typer.echo(f"{step}: {done:,} of {total:,}" if total else f"{step}: {done:,}", err=True)
 
 
 def _print(summary: Summary) -> None:

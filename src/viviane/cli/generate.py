@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
+from viviane.cli.work_progress import WorkProgress
 from viviane.core.errors import ConfigError
 from viviane.core.exchange import tidy
 
@@ -62,10 +64,12 @@ def command(
         tidy(path)
         if path.exists() and not overwrite:
             raise ConfigError("the output exists", where=str(path), fix="choose another, or pass --overwrite")
+    kind: Literal["criteo", "parquet"] = "criteo" if layout == "criteo" else "parquet"
     for part, number, path in planned:
         config = SyntheticConfig.from_dict({**settings, "rows": number}, where="viviane generate")
-        kind: Literal["criteo", "parquet"] = "criteo" if layout == "criteo" else "parquet"
-        done = generate(config, path, kind, part=part, num_threads=threads, overwrite=overwrite)
+        with WorkProgress(begins=False) as work:
+            done = generate(config, path, kind, part=part, num_threads=threads, overwrite=overwrite,
+                            progress=partial(work.show, part))  # fmt: skip
         typer.echo(
             f"{done.path}: {done.rows:,} rows in {done.seconds:.1f} s ({done.rows / done.seconds:,.0f} rows/s), "
             f"best reachable AUC {done.best_auc:.4f}, log loss {done.best_log_loss:.4f}, "

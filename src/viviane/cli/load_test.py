@@ -24,7 +24,7 @@ def command(
     rows: Annotated[
         str | None, typer.Option(help="Rows to send: .parquet, .csv, .jsonl, or a data set; made up unless given.")
     ] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Rows of each request.")] = 1,
+    batch_size: Annotated[int, typer.Option(min=1, help="Rows of each request.")] = 1,
     protocol: Annotated[str, typer.Option(help="http or grpc.")] = "http",
     concurrency: Annotated[str, typer.Option(help="Numbers of clients that wait for their answers.")] = "1,16,64",
     rates: Annotated[
@@ -51,7 +51,7 @@ def command(
         raise ConfigError("no such tool", where="--tool", value=tool, allowed=", ".join(_TOOLS))
     settings = LoadSettings.from_dict(
         {
-            "url": url, "model": model, "rows": batch, "protocol": protocol, "seconds": seconds, "seed": seed,
+            "url": url, "model": model, "rows": batch_size, "protocol": protocol, "seconds": seconds, "seed": seed,
             "timeout_s": timeout_s, "concurrency": _numbers(concurrency, "--concurrency"),
             "rates": _numbers(rates, "--rates"),
         },

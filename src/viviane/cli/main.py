@@ -17,7 +17,7 @@ from viviane.cli.console import set_quiet
 from viviane.core.errors import ConfigError, suggest
 from viviane.core.machine_errors import as_own_error
 
-# command -> module that defines a Typer function of that name
+# command -> module that defines the Typer function `command`, or `app`, a Typer with subcommands
 COMMANDS = {
     "generate": "viviane.cli.generate",
     "etl": "viviane.cli.etl",
@@ -74,11 +74,18 @@ class _LazyGroup(TyperGroup):
             if ctx.resilient_parsing:  # a shell completes a name that is not finished
                 return None
             ctx.fail(f"no command {cmd_name!r}; {suggest(cmd_name, COMMANDS)}")
-        module = importlib.import_module(COMMANDS[cmd_name])
-        single = typer.Typer(add_completion=False)
-        settings = getattr(module, "CONTEXT_SETTINGS", None)
-        single.command(cmd_name, context_settings=settings)(module.command)
-        return typer.main.get_command(single)
+        return find_command(cmd_name)
+
+
+def find_command(name: str) -> Any:
+    """Import a command's module; returns the command as Click sees it, a group where it has subcommands."""
+    module = importlib.import_module(COMMANDS[name])
+    if hasattr(module, "app"):
+        return typer.main.get_command(module.app)
+    single = typer.Typer(add_completion=False)
+    settings = getattr(module, "CONTEXT_SETTINGS", None)
+    single.command(name, context_settings=settings)(module.command)
+    return typer.main.get_command(single)
 
 
 app = typer.Typer(cls=_LazyGroup, no_args_is_help=True, add_completion=True)

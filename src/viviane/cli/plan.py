@@ -38,8 +38,8 @@ def command(
     changes: Annotated[
         list[str] | None, typer.Option("--set", metavar="PATH=VALUE", help="Change a setting: solver.batch_size=8192.")
     ] = None,
-    output: Annotated[Path | None, typer.Option(help="Write the plan as JSON.")] = None,
-    picture: Annotated[Path | None, typer.Option(help="Write a drawing as SVG.")] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the plan as JSON.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Write a drawing as SVG.")] = None,
     memory_gb: Annotated[float | None, typer.Option(help="Memory of a device; else this machine's.")] = None,
     memory_gb_per_s: Annotated[float | None, typer.Option(help="Its speed; else measured.")] = None,
     link_gb_per_s: Annotated[float | None, typer.Option(help="Speed between devices; else measured.")] = None,
@@ -75,9 +75,9 @@ def command(
     if output is not None:
         write_json_atomic(output, planned.plan.to_dict())
         typer.echo(f"plan:    {output}")
-    if picture is not None:
-        write_bytes_atomic(picture, plan_svg(planned).encode())
-        typer.echo(f"picture: {picture}")
+    if plot is not None:
+        write_bytes_atomic(plot, plan_svg(planned).encode())
+        typer.echo(f"drawing: {plot}")
 
 
 def _in_tiers(placed: Sequence[Placed]) -> int:

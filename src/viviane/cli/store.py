@@ -7,12 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import numpy as np
 import typer
 
 from viviane.core.errors import ConfigError, StoreError, suggest
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from viviane.serving.parameter_server.settings import TableSettings
     from viviane.serving.parameter_server.tables import ServedTables
     from viviane.store.hierarchy import TableHierarchy
@@ -76,6 +77,8 @@ def _store(table: TableHierarchy) -> int:
 
 
 def _import(name: str, table: TableHierarchy) -> None:
+    import numpy as np
+
     store, base, count = table.levels[_store(table)].tier, table.levels[-1].tier, 0
     for keys, rows in base.scan(_BATCH):
         there = store.fetch(keys, table.layout.empty(len(keys)))  # rows that updates have changed stay

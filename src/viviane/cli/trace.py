@@ -27,7 +27,9 @@ def command(
     source: Annotated[Path, typer.Argument(help="JSON file of `viviane train`, or a saved model.")],
     steps: Annotated[int, typer.Option(min=1, help="Steps to record.")] = 5,
     device: Annotated[str | None, typer.Option(help="auto, cpu, cuda, cuda:1; else the solver's.")] = None,
-    out: Annotated[Path, typer.Option(help="Folder for traces, pictures and trace.html.")] = Path("trace"),
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for traces, pictures and trace.html.")] = Path(
+        "trace"
+    ),
     data: Annotated[Path | None, typer.Option(help="Rows to train on; else the file's, or synthetic ones.")] = None,
     synthetic: Annotated[
         bool, typer.Option("--synthetic", help="Draw rows by the schema, whatever data there is.")
@@ -53,11 +55,11 @@ def command(
     with tempfile.TemporaryDirectory(prefix="viviane-trace-") as spare:
         if synthetic or rows is None:
             rows = Dataset(group.from_first(lambda: _draw(model, Path(spare) / "rows")))
-        recorded = record_trace(model.trainer, rows, out, steps)
+        recorded = record_trace(model.trainer, rows, output, steps)
         group.from_first(lambda: None)  # rank 0's rows stay until all have read them
     if recorded is None:
         return
-    page = write_trace_page(recorded, out)
+    page = write_trace_page(recorded, output)
     _show(recorded)
     for found, picture in (
         (recorded.replayed, page.with_name(REPLAYED_PICTURE_FILE)),

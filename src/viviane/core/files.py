@@ -14,15 +14,15 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from tokenize import TokenError
-from typing import Any
-
-import numpy as np
-from numpy.typing import DTypeLike, NDArray
+from typing import TYPE_CHECKING, Any
 
 from viviane.core.errors import VivianeError
 from viviane.core.exchange import is_stream, put_in_place, reserved, sync_folder, sync_tree
 from viviane.core.locations import RemotePath, location
 from viviane.core.locks import hidden_name, real_place
+
+if TYPE_CHECKING:
+    from numpy.typing import DTypeLike, NDArray
 
 
 def write_bytes_atomic(path: str | Path | RemotePath, data: bytes) -> None:
@@ -159,6 +159,8 @@ def read_array(path: Path, dtype: DTypeLike, ndim: int, error: type[VivianeError
     Raises:
         VivianeError: of class `error`: the file cannot be read, is truncated, or holds something else.
     """
+    import numpy as np  # here, so that the help of commands, which write files, does not wait for it
+
     try:
         mapped = np.lib.format.open_memmap(path, mode="r")
     except (ValueError, TypeError, OSError, EOFError, OverflowError, SyntaxError, TokenError, RecursionError,

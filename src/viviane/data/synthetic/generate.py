@@ -98,6 +98,7 @@ def generate(
     part: str = "train",
     num_threads: int = 2,
     overwrite: bool = False,
+    progress: Callable[[int, int], None] | None = None,
 ) -> Generated:
     """Write synthetic click data; memory stays bounded regardless of the number of rows.
 
@@ -110,6 +111,7 @@ def generate(
             `<path>.info.json` next to it.
         part: "train", "valid" or any other name.
         overwrite: replace existing output.
+        progress: called with the rows that are made and all rows.
 
     Raises:
         ConfigError: the path exists, the format is unknown, or the text format has bags.
@@ -134,13 +136,13 @@ def generate(
     if format == "parquet":
         schema = config.to_schema()
         types = pa.schema([pa.field(name, kind) for name, kind in arrow_types(schema).items()])
-        tables = _chunks(config, part, num_threads, truth, lambda chunk: _table(chunk, types))
+        tables = _chunks(config, part, num_threads, truth, lambda chunk: _table(chunk, types), progress)
         write_dataset(target, schema, tables, info=lambda: truth.info(config, part), overwrite=overwrite)
     else:
         if config.bags:
             raise ConfigError("criteo text has no bags", value=[bag.name for bag in config.bags], fix="use parquet")
         gz = target.suffix == ".gz"
-        pieces = _chunks(config, part, num_threads, truth, lambda c: chunk_text(c, config.seed, gz))
+        pieces = _chunks(config, part, num_threads, truth, lambda c: chunk_text(c, config.seed, gz), progress)
         info = target.with_name(f"{target.name}.info.json")
         with replace_file(target, overwrite=overwrite) as work:
             with work.open("wb") as file:
@@ -152,7 +154,12 @@ def generate(
 
 
 def _chunks(
-    config: SyntheticConfig, part: str, num_threads: int, truth: _Truth, convert: Callable[[Chunk], T]
+    config: SyntheticConfig,
+    part: str,
+    num_threads: int,
+    truth: _Truth,
+    convert: Callable[[Chunk], T],
+    progress: Callable[[int, int], None] | None,
 ) -> Iterator[T]:
     """Yield the converted chunks in order; threads prefetch a few chunks."""
     model = PlantedModel(config)
@@ -161,6 +168,13 @@ def _chunks(
         chunk = model.chunk(part, number, min(CHUNK_ROWS, config.rows - number * CHUNK_ROWS))
         return chunk, convert(chunk)
 
+    def finished(number: int) -> T:
+        chunk, made = ahead.popleft().result()
+        truth.add(chunk)
+        if progress is not None:
+            progress(min(config.rows, (number + 1) * CHUNK_ROWS), config.rows)
+        return made
+
     count = -(-config.rows // CHUNK_ROWS)
     ahead: deque[Future[tuple[Chunk, T]]] = deque()
     with ThreadPoolExecutor(num_threads, thread_name_prefix="viviane-generate") as pool:
@@ -168,13 +182,9 @@ def _chunks(
             for number in range(count):
                 ahead.append(pool.submit(make, number))
                 if len(ahead) > num_threads + 1:
-                    chunk, made = ahead.popleft().result()
-                    truth.add(chunk)
-                    yield made
+                    yield finished(number + 1 - len(ahead))
             while ahead:
-                chunk, made = ahead.popleft().result()
-                truth.add(chunk)
-                yield made
+                yield finished(count - len(ahead))
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
 
