@@ -19,7 +19,7 @@ from viviane.core.files import write_bytes_atomic
 from viviane.core.json_files import expected_form, json_object, parse_json
 from viviane.core.locations import AnyPath
 from viviane.core.remote.published import published_location
-from viviane.etl.columns import Bucketize, CategoricalSpec, Categorify, DenseSpec, GivenVocabulary, LabelSpec
+from viviane.etl.completeness import check_complete
 from viviane.etl.config import EtlConfig
 from viviane.etl.derivations import Join
 from viviane.etl.external import JoinTable
@@ -89,7 +89,7 @@ def load_learned(path: AnyPath) -> Learned:
                 {name: _groups_of(members, number) for number, name in enumerate(learned.get("groups", ()))},
                 _external_of(config, members, learned.get("external", ())),
             )
-            _check_complete(fitted, str(path))
+            check_complete(fitted, str(path))
             schema = Schema.from_dict(_json_of(path, members, "schema.json"), where=f"{path}, schema.json")
             if schema != fitted.schema:
                 raise DataError("the schema of the fitted ETL is not that of its config", where=str(path))
@@ -150,30 +150,6 @@ def _check_expansion(data: bytes, size: int) -> None:
 def _external_of(config: EtlConfig, members: Mapping[str, bytes], names: Sequence[str]) -> dict[str, JoinTable]:
     num_keys = {one.name: len(one.keys) for one in config.derived if isinstance(one, Join)}
     return {name: JoinTable(_table(members[_external(i)]), num_keys[name]) for i, name in enumerate(names)}
-
-
-def _check_complete(fitted: Learned, where: str) -> None:
-    """Refuse an ETL that lacks what its operators and encodings have to have learned."""
-    config = fitted.config
-    for one in config.derived:
-        if isinstance(one, Join):
-            table = fitted.external.get(one.name)
-            if table is None or table.rows.column_names != list(one.stored.values()):
-                raise DataError("the fitted ETL lacks the table of a join", where=where, value=one.name)
-    specs: tuple[LabelSpec | DenseSpec | CategoricalSpec, ...] = (*config.labels, *config.dense, *config.categorical)
-    for spec in specs:
-        states = fitted.states.get(spec.name, {})
-        for at, operator in enumerate(spec.operators):
-            lacking = [name for name in getattr(operator, "learns", ()) if name not in states.get(at, {})]
-            if lacking:
-                raise DataError("the fitted ETL lacks what an operator learned", value=lacking[0],
-                                where=f"{where}, column {spec.name!r}, operator {at}")  # fmt: skip
-    for column in config.categorical:
-        name, encoding = column.table, column.encoding
-        if isinstance(encoding, (Categorify, GivenVocabulary)) and name not in fitted.vocabularies:
-            raise DataError("the fitted ETL lacks a vocabulary", where=where, value=name)
-        if isinstance(encoding, Bucketize) and name not in fitted.borders:
-            raise DataError("the fitted ETL lacks the borders of a column", where=where, value=name)
 
 
 def _verified(path: AnyPath) -> dict[str, bytes]:
