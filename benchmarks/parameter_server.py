@@ -27,7 +27,7 @@ from viviane.store.delta import partition_of
 from viviane.store.hierarchy import Level, TableHierarchy
 from viviane.store.host import HostTier
 from viviane.store.redis import RedisTier
-from viviane.store.rocks import RocksDatabase
+from viviane.store.rocks_database import RocksDatabase
 from viviane.store.stream import DeltaPublisher
 from viviane.store.subscriber import DeltaSubscriber
 

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 import threading
 import time
 
@@ -36,6 +37,24 @@ def test_version_folders(versions, raw) -> None:
     (versions.parent / "empty").mkdir()
     with pytest.raises(CheckpointError, match="no saved model"):
         InferenceSession(versions.parent / "empty")
+
+
+def test_a_load_leaves_the_interpreter_to_requests(versions) -> None:
+    """Else each request waits for 5 ms whenever it comes back from a kernel."""
+    before, found, ended = sys.getswitchinterval(), set(), threading.Event()
+
+    def watch() -> None:
+        while not ended.wait(0.001):
+            found.add(sys.getswitchinterval())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    with ModelRepository() as repository:
+        repository.load("ctr", versions, version=1, settings=CPU)
+    ended.set()
+    watcher.join()
+    assert min(found) < 0.001 < before
+    assert sys.getswitchinterval() == before
 
 
 def test_loads_unloads_and_pins(versions, models, raw) -> None:

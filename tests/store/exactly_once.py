@@ -24,7 +24,7 @@ from viviane.store import Column, RowLayout
 from viviane.store.applied import AppliedRocksTier
 from viviane.store.applier import DeltaGapError
 from viviane.store.delta import DeltaKind, decode_delta
-from viviane.store.rocks import RocksDatabase
+from viviane.store.rocks_database import RocksDatabase
 from viviane.store.stream import DeltaPublisher
 from viviane.store.subscriber import DeltaSubscriber
 

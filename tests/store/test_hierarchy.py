@@ -17,7 +17,7 @@ from viviane.store.cache import CacheTier
 from viviane.store.hierarchy import Level, TableHierarchy
 from viviane.store.host import HostTier
 from viviane.store.mover import Mover
-from viviane.store.rocks import RocksDatabase
+from viviane.store.rocks_database import RocksDatabase
 
 LAYOUT = RowLayout([Column("weight", "int64", 2)])
 NONE = np.empty(0, np.int64)

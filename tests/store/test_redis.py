@@ -67,6 +67,18 @@ def test_rows_come_back_bit_for_bit(tier: RedisTier) -> None:
     assert tier.num_rows() == 0
 
 
+def test_clear_does_not_stop_the_server_to_free_memory(server: Valkey) -> None:
+    tier, client = RedisTier(server.address, uuid4().hex, LAYOUT), server.client()
+    tier.put(np.arange(1000), rows_of(np.arange(1000)))
+    client.config_resetstat()
+    tier.clear()
+    assert tier.num_rows() == 0
+    commands = client.info("commandstats")
+    assert "cmdstat_unlink" in commands
+    assert "cmdstat_del" not in commands
+    tier.close()
+
+
 def test_no_keys_and_the_last_of_equal_keys(tier: RedisTier) -> None:
     none = np.empty(0, np.int64)
     assert tier.fetch(none, LAYOUT.empty(0)).tolist() == []

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Final, Literal, Self
 
 from viviane.config.base import load_json
 from viviane.core.errors import ConfigError, VivianeError, suggest
@@ -18,6 +19,12 @@ from viviane.serving.parameter_server.settings import TableSettings
 from viviane.serving.session import InferenceSession, Scores
 from viviane.serving.settings import MODEL_NAME, ModelEntry, RepositorySettings, SessionSettings
 from viviane.serving.versions import find_versions
+
+SWITCH_S: Final = 0.0005
+"""How long a thread may keep the interpreter's lock while another one wants it, where requests are answered."""
+_switching: Final = threading.Lock()
+_intervals_s: Final[list[float]] = []
+"""The switch interval before each load that is in progress."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +128,7 @@ class ModelRepository:
         entry = self._entry(name, path, settings, tables)
         found = find_versions(entry.path)
         number = max(found) if version is None else version
-        with self._one_load:
+        with self._one_load, _quick_turns():
             self._say(ModelStatus(name, number, "loading"))
             try:
                 session = self._open(entry, number)
@@ -327,6 +334,25 @@ class ModelRepository:
         if number not in versions:
             raise _not_found(name, number, versions)
         return versions[number]
+
+
+@contextmanager
+def _quick_turns() -> Iterator[None]:
+    """Let requests have the interpreter's lock back soon while a thread computes in Python, such as one that loads.
+
+    A thread that wants the lock waits for the switch interval, 5 ms, each time that it comes back from a kernel.
+    """
+    with _switching:
+        _intervals_s.append(sys.getswitchinterval())
+        sys.setswitchinterval(min(SWITCH_S, _intervals_s[0]))
+    try:
+        yield
+    finally:
+        with _switching:
+            first = _intervals_s[0]
+            _intervals_s.pop()
+            if not _intervals_s:
+                sys.setswitchinterval(first)
 
 
 def _not_found(name: str, version: int, versions: dict[int, _Loaded]) -> ModelNotFoundError:

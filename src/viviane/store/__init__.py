@@ -7,7 +7,8 @@ from viviane.store.array import ArrayTier
 from viviane.store.file import FileTier
 from viviane.store.host import HostTier
 from viviane.store.host_cache import HostCacheTier
-from viviane.store.rocks import RocksDatabase, RocksTier
+from viviane.store.rocks import RocksTier
+from viviane.store.rocks_database import RocksDatabase
 from viviane.store.row_layout import Column, RowLayout
 from viviane.store.sorted_runs import SortedRunTier
 from viviane.store.statistics import LatencyHistogram, TierStats

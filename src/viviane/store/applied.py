@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
-from viviane.core.errors import StoreError
-from viviane.store.rocks import RocksTier, key_bytes
+from viviane.store.rocks import RocksTier
 from viviane.store.row_layout import Keys, Rows
 
 _PREFIX = "note "
@@ -19,7 +19,7 @@ class AppliedRocksTier(RocksTier):
     Example:
         >>> import tempfile
         >>> from viviane.store import Column, RowLayout
-        >>> from viviane.store.rocks import RocksDatabase
+        >>> from viviane.store.rocks_database import RocksDatabase
         >>> database = RocksDatabase(tempfile.mkdtemp() + "/db")
         >>> tier = AppliedRocksTier(database, "user", RowLayout([Column("weight", "float32", 2)]))
         >>> tier.apply(np.array([3]), np.ones((1, 8), np.uint8), np.array([4]), {"applied": b"17"})
@@ -34,29 +34,22 @@ class AppliedRocksTier(RocksTier):
         Raises:
             StoreError: the disk is full or not writable; nothing was changed then.
         """
-        self._check_writable()
+        self._check_open()
         order = np.argsort(keys, kind="stable")  # RocksDB's sorted memory takes neighbours faster
         keys, rows, erased = keys[order], rows[order], np.ascontiguousarray(erased)
         self.layout.check_rows(keys, rows)
-        batch, handle = self.database.batch(), self.database.handle(self.table)
-        data, size = rows.tobytes(), self.layout.row_bytes
-        for i, key in enumerate(key_bytes(keys)):
-            batch.put(key, data[i * size : (i + 1) * size], handle)
-        for key in key_bytes(erased):
-            batch.delete(key, handle)
-        for name, value in notes.items():
-            batch.put(self._note_key(name), value)
-        try:
-            self.database.db.write(batch)
-        except Exception as error:
-            where = f"tier {self.name!r}, {self.database.folder}, table {self.table!r}"
-            raise StoreError("RocksDB cannot write", where=where, value=str(error)[:300],
-                             fix="make room on the disk; the changes are asked for again") from error  # fmt: skip
+
+        def fill(batch: Any, handle: Any) -> None:
+            self._fill(batch, handle, keys, rows)
+            self._remove(batch, handle, erased)
+            for name, value in notes.items():
+                batch.put(self._note_key(name), value)
+
+        self.database.write(self._where, self.table, fill)
 
     def note(self, name: str) -> bytes | None:
         """Return a note, or None."""
-        found: bytes | None = self.database.db.get(self._note_key(name))
-        return found
+        return self.database.get(self._note_key(name))
 
     def _note_key(self, name: str) -> bytes:
         return f"{_PREFIX}{self.table}\0{name}".encode()

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import lost_updates
 import numpy as np
 import pytest
 import tier_faults as faults
@@ -16,6 +17,7 @@ CASES: dict[str, tuple[str, set[str], set[str]]] = {
     "redis, kill -9": ("redis", {"same"}, {"same"}),
     "redis, SIGSTOP": ("redis", {"same"}, {"same"}),
     "redis, slow": ("redis", {"same"}, {"same"}),
+    "redis, 100 times slower": ("redis", {"same"}, {"same"}),
     "redis, out of memory": ("redis", {"same"}, {"same"}),
     "redis, rows of another length": ("redis", {"same"}, {"same"}),
     "redis, keys of another type": ("redis", {"same"}, {"same"}),
@@ -24,6 +26,8 @@ CASES: dict[str, tuple[str, set[str], set[str]]] = {
     "host, fails": ("host", {"same"}, {"same"}),
     "rocksdb, cannot be read": ("rocksdb", {"degraded"}, {"error"}),
     "rocksdb, disk full": ("rocksdb", {"same"}, {"same"}),
+    "updates, a delta is lost": ("updates", {"older"}, {"older"}),
+    "updates, a delta is lost, with its outbox": ("updates", {"same"}, {"same"}),
 }
 FAST = {"redis, altered bytes", "rocksdb, cannot be read"}
 
@@ -35,6 +39,7 @@ def fault_of(name: str, valkey: Any, link: SlowLink) -> Any:
         "kill -9": lambda _: faults.killed(valkey),
         "SIGSTOP": lambda _: faults.stopped(valkey.process),
         "slow": lambda _: faults.slow(link, 0.1),
+        "100 times slower": lambda scene: faults.hundredfold(scene, link),
         "out of memory": lambda _: faults.full(client),
         "rows of another length": lambda _: faults.shortened(client),
         "keys of another type": lambda _: faults.other_kind(client),
@@ -46,20 +51,28 @@ def fault_of(name: str, valkey: Any, link: SlowLink) -> Any:
     return made[what]
 
 
-def clause_of(tier: str, link: SlowLink, folder: Path, strict: bool) -> dict[str, Any]:
+def clause_of(name: str, tier: str, link: SlowLink, folder: Path, strict: bool) -> dict[str, Any]:
+    timeout_ms = 10_000 if name == "redis, 100 times slower" else 50
     own: dict[str, Any] = {"cache": {}, "host": {"host": {"rows": 20}}, "rocksdb": {"rocksdb": {"folder": str(folder)}},
-           "redis": {"redis": {"address": link.address, "timeout_ms": 50}}}[tier]  # fmt: skip
+           "redis": {"redis": {"address": link.address, "timeout_ms": timeout_ms}}}[tier]  # fmt: skip
     return {"cache": {"rows": 3, "warm_up": False}, "strict": strict, **own}
 
 
-def check(name: str, strict: bool, requests: int, saved: Path, rows: dict[str, Any], valkey: Any, folder: Path) -> Any:
+def check(
+    name: str, strict: bool, requests: int, saved: Path, rows: dict[str, Any], valkey: Any, broker: Any, folder: Path
+) -> Any:
     """Run a case; returns its outcomes."""
     tier, loose_outcomes, strict_outcomes = CASES[name]
+    if tier == "updates":
+        found = lost_updates.run_case(broker, rows, folder, requests, strict, "outbox" in name)
+        assert set(found["fault"]) == (strict_outcomes if strict else loose_outcomes), f"{name}: {found}"
+        assert set(found["all"]) <= {"same", "older"}, f"{name}: {found}"
+        return found
     valkey.client().flushall()
     with InferenceSession(saved, device="cpu") as session:
         wanted = [session.predict(faults.part_of(rows, first)) for first in range(60)]
     with SlowLink(valkey.port) as link:
-        scene = faults.Scene(saved, rows, clause_of(tier, link, folder / "db", strict), wanted)
+        scene = faults.Scene(saved, rows, clause_of(name, tier, link, folder / "db", strict), wanted)
         found = faults.run_case(scene, fault_of(name, valkey, link), requests, tier)
     allowed = strict_outcomes if strict else loose_outcomes
     assert set(found["fault"]) == allowed, f"{name}: {found}"
@@ -71,9 +84,9 @@ def check(name: str, strict: bool, requests: int, saved: Path, rows: dict[str, A
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("name", [pytest.param(one, marks=() if one in FAST else pytest.mark.slow) for one in CASES])
 def test_answers_are_right_counted_or_refused(
-    name: str, strict: bool, saved: Path, rows: dict[str, Any], valkey: Any, tmp_path: Path
+    name: str, strict: bool, saved: Path, rows: dict[str, Any], valkey: Any, broker: Any, tmp_path: Path
 ) -> None:
-    check(name, strict, 20 if name in FAST else 30, saved, rows, valkey, tmp_path)
+    check(name, strict, 20 if name in FAST else 30, saved, rows, valkey, broker, tmp_path)
 
 
 def test_a_silent_mistake_would_be_seen(saved: Path, rows: dict[str, Any]) -> None:

@@ -128,6 +128,29 @@ def slow(link: SlowLink, seconds: float) -> Iterator[None]:
 
 
 @contextmanager
+def hundredfold(scene: Scene, link: SlowLink) -> Iterator[None]:
+    """Let each call to the server take a hundred times as long as before, which is less than its time limit."""
+    tier = scene.levels("redis")[0].tier
+    keys, rows = np.arange(8), tier.layout.empty(8)
+
+    def fastest(tries: int) -> float:
+        found = []
+        for _ in range(tries):
+            start = time.perf_counter()
+            tier.fetch(keys, rows)
+            found.append(time.perf_counter() - start)
+        return min(found)
+
+    before = fastest(50)
+    link.delay_s = 50 * before  # of the request and of the reply
+    try:
+        assert fastest(2) > 90 * before
+        yield
+    finally:
+        link.delay_s = 0.0
+
+
+@contextmanager
 def full(client: Any) -> Iterator[None]:
     client.config_set("maxmemory", "1")
     try:
@@ -192,7 +215,7 @@ def failing(scene: Scene, kind: str, error: Exception) -> Iterator[None]:
 
 @contextmanager
 def no_room_on_disk(scene: Scene) -> Iterator[None]:
-    """No file may grow; an update is written to see that it is refused."""
+    """No file may grow; an update is written to see that it is refused, and again when there is room."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1, hard))
@@ -210,6 +233,8 @@ def no_room_on_disk(scene: Scene) -> Iterator[None]:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         signal.signal(signal.SIGXFSZ, before)
+    for level in scene.levels("rocksdb"):
+        level.tier.put(np.arange(10**9, 10**9 + 10), level.tier.layout.zeros(10))  # without a restart
 
 
 def run_case(scene: Scene, fault: Callable[[Scene], Any], requests: int, kind: str) -> dict[str, Any]:

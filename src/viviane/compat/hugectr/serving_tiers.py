@@ -30,7 +30,7 @@ from viviane.store.cache import CacheTier
 from viviane.store.hierarchy import Level
 from viviane.store.host import HostTier
 from viviane.store.redis import RedisTier
-from viviane.store.rocks import RocksDatabase
+from viviane.store.rocks_database import RocksDatabase
 from viviane.store.row_layout import RowLayout
 from viviane.store.shared import SharedTier
 
@@ -212,10 +212,10 @@ def _host(volatile: VolatileDatabase, base: KeyFilesTier) -> HostTier | CacheTie
 
 def _instance(database: RocksDatabase) -> str:
     """Return a name that the folder's servers have alone, of which there is one at a time."""
-    known = database.db.get(_INSTANCE)
+    known = database.get(_INSTANCE)
     if known is None:
         known = uuid4().hex[:12].encode()
-        database.db[_INSTANCE] = known
+        database.put(_INSTANCE, known)
     name: str = known.decode()
     return name
 

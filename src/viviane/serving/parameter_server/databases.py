@@ -6,7 +6,7 @@ import os
 import threading
 from typing import Final
 
-from viviane.store.rocks import RocksDatabase
+from viviane.store.rocks_database import RocksDatabase
 
 _lock: Final = threading.Lock()
 _open: dict[str, tuple[RocksDatabase, int]] = {}

@@ -15,7 +15,7 @@ from typing import Any, Self
 from viviane.core.errors import ConfigError
 from viviane.core.logging import get_logger
 from viviane.core.optional import require
-from viviane.serving.repository import ModelRepository
+from viviane.serving.repository import SWITCH_S, ModelRepository
 from viviane.serving.server.connection import protocol_class
 from viviane.serving.server.grpc_service import make_grpc_server
 from viviane.serving.server.http_app import make_app
@@ -23,7 +23,6 @@ from viviane.serving.server.recommending import RowRecommender
 from viviane.serving.server.service import Service
 from viviane.serving.server.settings import ServerSettings
 
-_SWITCH_S = 0.0005
 _log = get_logger("serving.server")
 
 
@@ -88,7 +87,7 @@ class InferenceServer:
             started: called when requests are taken.
         """
         # The event loop waits for the interpreter's lock as long as a thread that computes may hold it.
-        sys.setswitchinterval(_SWITCH_S)
+        sys.setswitchinterval(SWITCH_S)
         with self._signals():
             asyncio.run(self._serve(started))
 
