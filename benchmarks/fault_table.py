@@ -16,7 +16,7 @@ from record import ROOT, record
 
 sys.path[:0] = [str(ROOT / "tests" / part) for part in ("store", "remote", "serving/parameter_server")]
 _MOST_SLOW = 100
-"""Requests of cases in which each takes a second or so."""
+"""Requests of cases in which each of them waits."""
 
 
 def main() -> None:
@@ -42,7 +42,7 @@ def main() -> None:
         for number, (name, strict) in enumerate((name, strict) for name in CASES for strict in (False, True)):
             work = Path(folder) / str(number)
             work.mkdir()
-            count = min(requests, _MOST_SLOW) if "slow" in name else requests
+            count = min(requests, _MOST_SLOW) if "slow" in name or "STOP" in name else requests
             found = check(name, strict, count, saved, rows, valkey, broker, work)  # raises where an answer is wrong
             outcomes[f"{name}{', strict' if strict else ''}"] = found["fault"]
             total += sum(found["all"].values())

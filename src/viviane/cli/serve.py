@@ -62,12 +62,9 @@ def command(
     recommenders, others = _recommenders(models or [])
     entries = _entries(others, session)
     if write_only is not None or engine == "triton":
-        if recommenders:
-            fix = "serve it by Viviane's own server: leave --engine and --write-only out"
-            raise ConfigError("Triton serves models, no recommenders", value=", ".join(recommenders), fix=fix)
         options = {"host": host, "http_port": port, "grpc_port": grpc_port, "max_delay_ms": max_delay_ms,
                    "instances": instances, "allow_load": allow_load or None}  # fmt: skip
-        _triton(data, config, options, entries, session, write_only)
+        _triton(data, config, options, entries, session, recommenders, write_only)
         return
     options = {"host": host, "http_port": port, "grpc_port": grpc_port, "allow_load": allow_load or None}
     _serve(data, config, options, max_delay_ms, entries, session, recommenders)
@@ -112,23 +109,28 @@ def _triton(
     options: dict[str, Any],
     entries: list[ModelEntry],
     session: dict[str, Any],
+    recommenders: dict[str, str],
     write_only: Path | None,
 ) -> None:
+    from viviane.cli.triton_recommender import triton_model
     from viviane.serving import RepositorySettings
     from viviane.serving.triton import TritonEnvironment, TritonSettings, write_repository
 
     models = RepositorySettings.from_dict(data.pop("inference", {}), where=_origin(config)).models
     settings = TritonSettings.from_dict({**data, **_given(options)}, where=_origin(config))
-    chosen = _merged(models, entries, session)
+    chosen = _merged(models, entries, session) if models or entries or not recommenders else []
+    device = session.get("device", "auto")
     if write_only is not None:
-        written = write_repository(write_only, chosen, settings)
+        others = [triton_model(name, path, device) for name, path in recommenders.items()]
+        written = write_repository(write_only, chosen, settings, others=others)
         typer.echo(f"{write_only}: {', '.join(written)}")
         return
     environment = TritonEnvironment.find()
+    others = [triton_model(name, path, device) for name, path in recommenders.items()]
     _warn_about_network(settings.host, settings.host in ("127.0.0.1", "::1", "localhost"))
     with tempfile.TemporaryDirectory(prefix="viviane-triton-repository-") as folder:
         repository = Path(folder) / "repository"
-        write_repository(repository, chosen, settings, copy=False)
+        write_repository(repository, chosen, settings, others=others, copy=False)
         _run_triton(repository, settings, environment)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from viviane.cli.recommend import given_columns, item_values, open_recommender
 from viviane.retrieval.rows import Roles
-from viviane.serving.columns import encoded_columns, raw_columns
+from viviane.serving.columns import ColumnSpec, encoded_columns, raw_columns
 from viviane.serving.encoding import RowEncoder
 from viviane.serving.errors import RowsError
 
@@ -40,10 +40,20 @@ class ServedRecommender:
         self._absent = {source: None if self._raw else 0}
         """The item column is the answer: rows need not have it."""
 
-    def columns(self) -> dict[str, Any]:
-        """Describe the columns of rows."""
+    @property
+    def inputs(self) -> tuple[ColumnSpec, ...]:
+        """The columns of rows."""
         found = raw_columns(self._encoder.raw_columns) if self._raw else encoded_columns(self._model.schema)
-        inputs = [one.to_dict() for one in found if one.name not in self._absent]
+        return tuple(one for one in found if one.name not in self._absent)
+
+    @property
+    def has_values(self) -> bool:
+        """Whether answers hold the raw values of items."""
+        return self._values is not None
+
+    def columns(self) -> dict[str, Any]:
+        """Describe the columns of rows, as plain data."""
+        inputs = [one.to_dict() for one in self.inputs]
         return {"raw": self._raw, "inputs": inputs, "num_items": self._recommender.num_items}
 
     def recommend(self, rows: list[Any], k: int, *, keep_seen: bool) -> list[dict[str, Any]]:

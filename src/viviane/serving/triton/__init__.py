@@ -2,7 +2,7 @@
 
 from viviane.serving.triton.environment import TritonEnvironment, install_triton
 from viviane.serving.triton.process import TritonServer
-from viviane.serving.triton.repository import write_repository
+from viviane.serving.triton.repository import PythonModel, write_repository
 from viviane.serving.triton.settings import TritonSettings
 
-__all__ = ["TritonEnvironment", "TritonServer", "TritonSettings", "install_triton", "write_repository"]
+__all__ = ["PythonModel", "TritonEnvironment", "TritonServer", "TritonSettings", "install_triton", "write_repository"]

@@ -27,6 +27,7 @@ _LIBRARIES: Final = (
     "torch", "numba", "pydantic", "typer", "rich", "safetensors", "fsspec", "filelock", "jinja2", "psutil", "tenacity",
     "duckdb", "ibis-framework",
 )  # fmt: skip
+_WHERE_INSTALLED: Final = ("faiss-cpu",)  # for the indexes of recommenders
 _PYTHONS: Final = ((3, 11), (3, 12))
 _DONE: Final = "viviane-triton.json"
 _PLACE: Final = "VIVIANE_TRITON_ENV"
@@ -116,11 +117,11 @@ def requirements() -> list[str]:
     Torch is the same to the last digit of its version, so that predictions are the same to the last bit.
     """
     found = [*_PINNED]
-    for name in _LIBRARIES:
+    for name in (*_LIBRARIES, *_WHERE_INSTALLED):
         try:
             found.append(f"{name}=={metadata.version(name).partition('+')[0]}")
         except metadata.PackageNotFoundError:
-            found.append(name)
+            found += [name] if name in _LIBRARIES else []
     return [f"{one.replace('==', '[duckdb]==', 1)}" if one.startswith("ibis-framework==") else one for one in found]
 
 

@@ -58,9 +58,9 @@ class TritonPythonModel:
         rows: dict[int, tuple[Any, int]] = {}
         for place, request in enumerate(requests):
             try:
-                rows[place] = columns_of_tensors(self._tensors(request), self._inputs, self._max_rows)
+                rows[place] = columns_of_tensors(tensors_of_request(request), self._inputs, self._max_rows)
             except Exception as error:  # this request is refused; the others are answered
-                responses[place] = self._failure(error)
+                responses[place] = failure(self._backend, error)
         if self._cleaner is not None:
             for place, (columns, _) in rows.items():
                 responses[place] = self._cleaned(self._cleaner, columns)
@@ -85,29 +85,18 @@ class TritonPythonModel:
             for place, prediction in zip(places, predictions, strict=True):
                 responses[place] = self._response(session, prediction)
 
-    def _tensors(self, request: Any) -> list[Tensor]:
-        found = []
-        for tensor in request.inputs():
-            values = tensor.as_numpy()
-            if values.dtype == object:
-                texts = pa.array(values.reshape(-1).tolist(), pa.binary())
-                found.append(Tensor(tensor.name(), BYTES, values.shape, texts))
-            else:
-                found.append(Tensor(tensor.name(), _DATATYPES[values.dtype], values.shape, values.reshape(-1)))
-        return found
-
     def _cleaned(self, cleaner: Cleaner, columns: Any) -> Any:
         try:
             tensors = cleaner.tensors(columns)
         except Exception as error:
-            return self._failure(error)
+            return failure(self._backend, error)
         return self._backend.InferenceResponse([self._backend.Tensor(name, values) for name, values in tensors.items()])
 
     def _response(self, session: InferenceSession, prediction: Prediction) -> Any:
         if prediction.error is not None:
-            return self._failure(prediction.error)
+            return failure(self._backend, prediction.error)
         if prediction.problems:
-            return self._failure(RowsError.of(prediction.problems))
+            return failure(self._backend, RowsError.of(prediction.problems))
         scores = prediction.scores
         assert scores is not None
         named = scores if isinstance(scores, dict) else {session.outputs[0].name: scores}
@@ -115,7 +104,22 @@ class TritonPythonModel:
             [self._backend.Tensor(name, np.ascontiguousarray(np.reshape(one, (-1, 1)))) for name, one in named.items()]
         )
 
-    def _failure(self, error: BaseException) -> Any:
-        kinds = self._backend.TritonError
-        code = kinds.INVALID_ARG if isinstance(error, VivianeError) else kinds.INTERNAL
-        return self._backend.InferenceResponse([], kinds(str(describe(error)["error"]), code))
+
+def tensors_of_request(request: Any) -> list[Tensor]:
+    """Return the tensors of a request as Triton's Python backend gives it."""
+    found = []
+    for tensor in request.inputs():
+        values = tensor.as_numpy()
+        if values.dtype == object:
+            texts = pa.array(values.reshape(-1).tolist(), pa.binary())
+            found.append(Tensor(tensor.name(), BYTES, values.shape, texts))
+        else:
+            found.append(Tensor(tensor.name(), _DATATYPES[values.dtype], values.shape, values.reshape(-1)))
+    return found
+
+
+def failure(backend: Any, error: BaseException) -> Any:
+    """Return an error as the response of `backend`, which is `triton_python_backend_utils`."""
+    kinds = backend.TritonError
+    code = kinds.INVALID_ARG if isinstance(error, VivianeError) else kinds.INTERNAL
+    return backend.InferenceResponse([], kinds(str(describe(error)["error"]), code))

@@ -31,7 +31,7 @@ CONFIG_FILE: Final = "config.pbtxt"
 SESSION_FILE: Final = "session.json"
 Role = Literal["whole", "clean", "score"]
 _MARK: Final = "viviane-triton.json"
-_LOADER: Final = '''"""Triton's Python backend runs the saved model beside this file; it imports the package viviane."""
+_LOADER: Final = '''"""Triton's Python backend runs what is saved beside this file; it imports the package viviane."""
 
 import os
 import sys
@@ -41,10 +41,11 @@ packages = os.environ.get("VIVIANE_PACKAGES")
 if packages and packages not in sys.path:
     sys.path.insert(0, packages)
 
-from viviane.serving.triton.python_model import TritonPythonModel  # noqa: E402
+from MODULE import TritonPythonModel  # noqa: E402
 
 __all__ = ["TritonPythonModel"]
 '''
+_SESSIONS: Final = "viviane.serving.triton.python_model"
 
 
 class ModelPart(Settings):
@@ -62,6 +63,36 @@ class ModelPart(Settings):
 
 
 @dataclass(frozen=True)
+class PythonModel:
+    """A model of the Python backend that is no session, such as a recommender.
+
+    Args:
+        name: by which requests ask for it.
+        source: the folder that it loads.
+        module: has the class TritonPythonModel.
+        inputs, outputs: its tensors.
+        device: it computes on.
+    """
+
+    name: str
+    source: Path
+    module: str
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    device: str = "auto"
+
+
+class FolderPart(Settings):
+    """The content of session.json of a `PythonModel`.
+
+    Args:
+        path: of what it loads; relative to the file.
+    """
+
+    path: str
+
+
+@dataclass(frozen=True)
 class _Tensors:
     """What a version of a model takes, in between, and gives."""
 
@@ -72,7 +103,12 @@ class _Tensors:
 
 
 def write_repository(
-    folder: str | Path, models: Sequence[ModelEntry], settings: TritonSettings | None = None, *, copy: bool = True
+    folder: str | Path,
+    models: Sequence[ModelEntry],
+    settings: TritonSettings | None = None,
+    *,
+    others: Sequence[PythonModel] = (),
+    copy: bool = True,
 ) -> list[str]:
     """Write a repository for Triton; returns the names of its models, those that requests ask for first.
 
@@ -82,6 +118,7 @@ def write_repository(
         folder: the repository.
         models: as a server's settings name them.
         settings: batching and instances.
+        others: models that are no sessions.
         copy: put the saved models into the repository, so that it can be moved; False leaves them where they are.
 
     Raises:
@@ -92,6 +129,10 @@ def write_repository(
     if place.exists() and any(place.iterdir()) and not (place / _MARK).exists():
         raise ConfigError("the folder is not empty, so it is not replaced", where=str(place),
                           fix="choose another folder")  # fmt: skip
+    names = [one.name for one in models] + [one.name for one in others]
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ConfigError("two models of one name", value=twice, fix="name one: NAME=PATH")
     served, helpers = [], []
     with replace_folder(place) as work:
         for entry in models:
@@ -102,6 +143,9 @@ def write_repository(
             else:
                 _write_model(work, entry.name, entry, versions, tensors, chosen, "whole", copy)
             served.append(entry.name)
+        for one in others:
+            _write_other(work, one, chosen, copy)
+            served.append(one.name)
         write_json_atomic(work / _MARK, {"format": "viviane-triton-repository", "version": 1, "models": served})
     return served + helpers
 
@@ -150,7 +194,7 @@ def _write_model(
     for number, source in versions.items():
         inner = folder / str(number)
         inner.mkdir(parents=True)
-        (inner / "model.py").write_text(_LOADER, encoding="utf-8")
+        (inner / "model.py").write_text(_LOADER.replace("MODULE", _SESSIONS), encoding="utf-8")
         if copy:
             shutil.copytree(source, inner / "model")
         session = entry.session
@@ -160,22 +204,41 @@ def _write_model(
         write_json_atomic(inner / SESSION_FILE, ModelPart(role=role, path=path, session=session).to_dict())
     inputs = tensors.encoded if role == "score" else tensors.inputs
     outputs = _cleaned_specs(tensors) if role == "clean" else output_specs(tensors.outputs)
-    config: dict[str, Any] = {
+    config = _config_of(name, input_specs(inputs), outputs, list(versions), entry.session.device, settings)
+    if role == "score" or not tensors.raw:
+        config["model_warmup"] = [_warm_up(inputs)]
+    (folder / CONFIG_FILE).write_text(text_of(config), encoding="utf-8")
+
+
+def _write_other(work: Path, model: PythonModel, settings: TritonSettings, copy: bool) -> None:
+    inner = work / model.name / "1"
+    inner.mkdir(parents=True)
+    (inner / "model.py").write_text(_LOADER.replace("MODULE", model.module), encoding="utf-8")
+    if copy:
+        shutil.copytree(model.source, inner / "model")
+    path = "model" if copy else str(model.source.absolute())
+    write_json_atomic(inner / SESSION_FILE, FolderPart(path=path).to_dict())
+    config = _config_of(model.name, model.inputs, model.outputs, [1], model.device, settings)
+    (work / model.name / CONFIG_FILE).write_text(text_of(config), encoding="utf-8")
+
+
+def _config_of(
+    name: str, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec], versions: list[int], device: str,
+    settings: TritonSettings,
+) -> dict[str, Any]:  # fmt: skip
+    return {
         "name": name,
         "backend": "python",
         "max_batch_size": settings.max_batch_size,
-        "input": [_tensor(one) for one in input_specs(inputs)],
+        "input": [_tensor(one) for one in inputs],
         "output": [_tensor(one, given=False) for one in outputs],
-        "version_policy": {"specific": {"versions": list(versions)}},
-        "instance_group": [{"count": settings.instances, "kind": Word(_kind(entry.session))}],
+        "version_policy": {"specific": {"versions": versions}},
+        "instance_group": [{"count": settings.instances, "kind": Word(_kind(device))}],
         "dynamic_batching": {
             "max_queue_delay_microseconds": int(settings.max_delay_ms * 1000),
             "default_queue_policy": {"max_queue_size": settings.max_queued},
         },
     }
-    if role == "score" or not tensors.raw:
-        config["model_warmup"] = [_warm_up(inputs)]
-    (folder / CONFIG_FILE).write_text(text_of(config), encoding="utf-8")
 
 
 def _write_ensemble(
@@ -250,5 +313,5 @@ def _warm_up(columns: Sequence[ColumnSpec]) -> dict[str, Any]:
     return {"name": "zeros", "batch_size": 1, "inputs": map_of(values)}
 
 
-def _kind(session: SessionSettings) -> str:
-    return {"auto": "KIND_AUTO", "cpu": "KIND_CPU"}.get(session.device, "KIND_GPU")
+def _kind(device: str) -> str:
+    return {"auto": "KIND_AUTO", "cpu": "KIND_CPU"}.get(device, "KIND_GPU")
