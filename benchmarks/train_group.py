@@ -221,7 +221,13 @@ def main() -> int:
     for model, rows, exponent in wanted:
         beside = alone if (model, rows) == ("dlrm", weak) else None
         case = Case(group, model, rows, exponent, nccl=chosen.nccl)
-        case.measure(chosen.trace, chosen.timeline, beside, chosen.files)
+        try:
+            case.measure(chosen.trace, chosen.timeline, beside, chosen.files)
+        except vv.ConfigError as error:  # every process plans alike, so all of them leave the case out
+            if "do not fit" not in error.args[0]:
+                raise
+            if group.rank == 0:
+                print(f"{case.name}, {rows}: left out, {error.args[0]}: {error.value} of {error.allowed}", flush=True)
         gc.collect()
         torch.cuda.empty_cache()
         dist.barrier()

@@ -48,6 +48,20 @@ def test_tables_that_do_not_fit_are_refused_with_the_bytes():
         Planner(TABLES, FEATURES, AdaGrad(), 32768, 1, GPU, hotness=HOT).best()
 
 
+@pytest.mark.parametrize("size", [2, 4])
+def test_tables_that_do_not_fit_are_spread_evenly_where_rows_may_lie_in_tiers(size):
+    small = Machine(4 * 10**9, GPU.memory_gb_per_s, GPU.link_gb_per_s)
+    found = Planner(TABLES, FEATURES, AdaGrad(), 32768, size, small, hotness=HOT, tiers=True).best()
+    held = [found.total(rank).held for rank in range(size)]
+    assert max(held) <= 1.11 * sum(held) / size  # 1.1, and the copies of small tables
+    assert max(held) > 4 * 10**9
+
+
+def test_tiers_change_no_plan_of_tables_that_fit():
+    plans = [Planner(TABLES, FEATURES, AdaGrad(), 32768, 4, GPU, hotness=HOT, tiers=one).best().plan for one in (0, 1)]
+    assert plans[0] == plans[1]
+
+
 def test_a_table_larger_than_a_device_is_cut_and_by_rows_where_the_rule_needs_them():
     machine = Machine(10**9, 3900.0, 360.0)
     table, feature = TableConfig(name="t", num_rows=10**7, dim=32), FeatureConfig(name="f", table="t")

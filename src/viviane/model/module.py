@@ -404,6 +404,7 @@ def build_module(
         given = choose_plan(
             tables, features, optimizer, group, device=str(resolve_device(solver.device)), kinds=kinds,
             batch_size=solver.batch_size, wire_dtype=solver.wire_dtype, traffic=Traffic.of(statistics or {}),
+            tiers=True,
         ).plan.to_dict()  # fmt: skip
     device = resolve_device(solver.device)
     memory = table_memory(

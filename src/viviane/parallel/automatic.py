@@ -86,6 +86,7 @@ def choose_plan(
     wire_dtype: str = "float32",
     traffic: Traffic | None = None,
     kinds: Mapping[str, str] | None = None,
+    tiers: bool = False,
 ) -> Planned:
     """Find the plan with the least expected time on the machine that the processes run on; all call it together.
 
@@ -100,6 +101,7 @@ def choose_plan(
         wire_dtype: type of vectors and gradients between processes.
         traffic: how often columns are looked up; without it every feature has one id a row, all equally often.
         kinds: of single tables.
+        tiers: whether rows that do not fit the devices may lie in host memory or files.
 
     Raises:
         ConfigError: a kind of a table that is not there, no such kind, or no plan fits into the memory.
@@ -122,6 +124,7 @@ def choose_plan(
         hotness=hotness_of(features, seen), hot_shares=hot_shares_of(features, seen),
         wire_bytes=getattr(torch, wire_dtype).itemsize,
         kinds=dict(kinds or {}),  # type: ignore[arg-type]  # checked above
+        tiers=tiers,
     )  # fmt: skip
     planned = planner.best()
     if group.rank == 0:

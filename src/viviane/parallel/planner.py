@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from viviane.config.optimizers import AnyOptimizer
@@ -19,6 +19,8 @@ Sharding: TypeAlias = tuple[Kind, int]
 """The sharding type of a table and its number of shards; 0: one on every rank."""
 
 _MEMORY_SHARE = 0.9  # of the memory, for tables: batches, gradients and dense layers need the rest
+_UNEVEN = 1.1
+"""Where rows may lie in tiers, a process gets at most this many times its even share of the bytes."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +102,8 @@ class Planner:
         wire_bytes: of a number on the wire.
         fixed: plans of single tables that stay as they are.
         kinds: of single tables, whose processes are still to be chosen.
+        tiers: whether rows that do not fit the devices may lie in host memory or files. Tables that exceed the devices'
+            memory are then planned as well: each process gets about the same bytes of them.
 
     Example:
         >>> from viviane.config import SGD
@@ -126,13 +130,15 @@ class Planner:
         wire_bytes: int = 4,
         fixed: Sequence[TablePlan] = (),
         kinds: Mapping[str, Kind] | None = None,
+        tiers: bool = False,
     ) -> None:
         self.world_size = world_size
-        self.machine = machine
         self.wire_bytes = wire_bytes
         named = {table.name: table for table in tables}
         loads = table_loads(named, features, optimizer, batch_size, hotness or {}, hot_shares or {})
         self.loads = {load.table.name: load for load in loads}
+        even = sum(load.bytes for load in loads) / world_size / _MEMORY_SHARE
+        self.machine = replace(machine, memory_bytes=max(machine.memory_bytes, int(_UNEVEN * even))) if tiers else machine
         self.fixed = {one.table: one for one in fixed}
         self.kinds = dict(kinds or {})
         for name in (*self.fixed, *self.kinds):
