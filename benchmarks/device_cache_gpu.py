@@ -1,7 +1,7 @@
 """The cache of a GPU: lookups of keys that are in its memory or in the host's behind it, and one writer.
 
-Needs a GPU. Times are those of a call as a server makes it: host keys in, rows on the device, found flags back on the
-host. Rows are checked against their keys, beside a writer too.
+Needs a GPU. Times are those of a call as a server makes it: keys in page-locked memory, rows on the device, found
+flags back on the host. Rows are checked against their keys, beside a writer too.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import threading
 import time
-from typing import Any
 
 import numpy as np
 import torch
@@ -46,7 +45,9 @@ def lookups(name: str, *, keys: int, tables: int, dim: int, hits: float, goal: f
     near_tables = [table for table in range(tables) if len(near[table]) >= keys]
     far_tables = [table for table in range(tables) if len(far[table]) >= keys]
     random, times = np.random.default_rng(0), []
-    server = Lookups(cache, count, dim)
+    out = torch.zeros((keys, tables * dim), dtype=torch.int32, device=DEVICE)
+    columns = [dim * feature for feature in range(tables)]
+    requests = []
     for _ in range(200):
         on_host = random.random(count) >= hits
         number = np.where(on_host, random.choice(far_tables, count), random.choice(near_tables, count))
@@ -55,48 +56,22 @@ def lookups(name: str, *, keys: int, tables: int, dim: int, hits: float, goal: f
             for source, own in ((near, (number == table) & ~on_host), (far, (number == table) & on_host)):
                 if own.any():
                     asked[own] = random.choice(source[table], int(own.sum()), replace=False)
-        server.give(asked, number)
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        found = server.look()
-        times.append(time.perf_counter() - start)
-        assert found.all()
-        assert np.array_equal(server.out[:, 0].cpu().numpy(), asked)
+        requests.append((asked.reshape(tables, keys), number.reshape(tables, keys)))
+    for asked, number in requests:
+        with cache.requests.take(tables, keys) as request:
+            request.keys[:], request.tables[:] = asked, number
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            found = cache.find_for(request, out, columns)
+            times.append(time.perf_counter() - start)
+            assert found.all()
+        assert np.array_equal(out.view(keys, tables, dim)[:, :, 0].T.cpu().numpy(), asked)
     shape = {"tables": tables, "keys": count, "dim": dim, "on_device": hits}
     for metric, percent, aim in (("lookup, p50", 50, goal), ("lookup, p99", 99, None)):
         record(
             bench=BENCH, case=name, metric=metric, value=float(np.percentile(times[20:], percent)) * 1e6, unit="us",
             better="lower", goal=aim, shape=shape,
         )  # fmt: skip
-
-
-class Lookups:
-    """Looks keys up as a server does: page-locked keys in, rows on the device, page-locked flags back."""
-
-    def __init__(self, cache: DeviceRowCache, count: int, dim: int) -> None:
-        self._cache = cache
-        self._keys = torch.empty(count, dtype=torch.int64).pin_memory()
-        self._tables = torch.empty(count, dtype=torch.int32).pin_memory()
-        self._found = torch.empty(count, dtype=torch.bool).pin_memory()
-        self._there = torch.empty(count, dtype=torch.bool, device=DEVICE)
-        self._device_keys = torch.empty(count, dtype=torch.int64, device=DEVICE)
-        self._device_tables = torch.empty(count, dtype=torch.int32, device=DEVICE)
-        self.out = torch.zeros((count, dim), dtype=torch.int32, device=DEVICE)
-
-    def give(self, keys: np.ndarray, tables: np.ndarray) -> None:
-        """Put a request into page-locked memory."""
-        self._keys.copy_(torch.from_numpy(keys))
-        self._tables.copy_(torch.from_numpy(tables))
-
-    def look(self) -> Any:
-        """Return which keys were there."""
-        self._device_keys.copy_(self._keys, non_blocking=True)
-        self._device_tables.copy_(self._tables, non_blocking=True)
-        places = self._cache.find_into(self._device_keys, self._device_tables, self.out)
-        torch.ge(places, 0, out=self._there)
-        self._found.copy_(self._there, non_blocking=True)
-        torch.cuda.current_stream().synchronize()
-        return self._found.numpy()
 
 
 def linearizable(lookups: int) -> None:
@@ -116,15 +91,21 @@ def linearizable(lookups: int) -> None:
             if changes[0] % 50 == 0:
                 cache.promote()
 
-    def read(seed: int) -> None:
+    def read(seed: int, by_request: bool) -> None:
         random = np.random.default_rng(seed)
         newest = torch.zeros(rows, dtype=torch.int32, device=DEVICE)
         out = torch.zeros((batch, dim), dtype=torch.int32, device=DEVICE)
         tables = torch.zeros(batch, dtype=torch.int32, device=DEVICE)
         with torch.cuda.stream(torch.cuda.Stream()):
             for _ in range(lookups // 2 // batch):
-                keys = torch.from_numpy(random.integers(0, rows, batch)).to(DEVICE)
-                there = cache.find_into(keys, tables, out) >= 0
+                asked = random.integers(0, rows, batch)
+                keys = torch.from_numpy(asked).to(DEVICE)
+                if by_request:
+                    with cache.requests.take(1, batch) as request:
+                        request.keys[:], request.tables[:] = asked, 0
+                        there = torch.from_numpy(cache.find_for(request, out, [0])[0]).to(DEVICE)
+                else:
+                    there = cache.find_into(keys, tables, out) >= 0
                 got, own = out[there], keys[there]
                 whole = (got[:, ::2] == own[:, None]).all() & (got[:, 1::2] == got[:, 1:2]).all()
                 ordered = (got[:, 1] >= newest[own]).all()
@@ -133,7 +114,7 @@ def linearizable(lookups: int) -> None:
                     problems.append("torn" if not bool(whole) else "older than one seen")
                     return
 
-    readers = [threading.Thread(target=read, args=(seed,)) for seed in (2, 3)]
+    readers = [threading.Thread(target=read, args=(seed, seed == 3)) for seed in (2, 3)]
     writer = threading.Thread(target=write)
     for thread in (writer, *readers):
         thread.start()

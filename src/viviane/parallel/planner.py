@@ -138,7 +138,9 @@ class Planner:
         loads = table_loads(named, features, optimizer, batch_size, hotness or {}, hot_shares or {})
         self.loads = {load.table.name: load for load in loads}
         even = sum(load.bytes for load in loads) / world_size / _MEMORY_SHARE
-        self.machine = replace(machine, memory_bytes=max(machine.memory_bytes, int(_UNEVEN * even))) if tiers else machine
+        self.machine = (
+            replace(machine, memory_bytes=max(machine.memory_bytes, int(_UNEVEN * even))) if tiers else machine
+        )
         self.fixed = {one.table: one for one in fixed}
         self.kinds = dict(kinds or {})
         for name in (*self.fixed, *self.kinds):

@@ -17,8 +17,8 @@ from viviane.store.tier import SCAN_ROWS
 class DeviceCacheTier:
     """A table's rows in a GPU's memory, and in page-locked memory of the host behind it.
 
-    Lookups for the GPU call the cache itself, for all tables at once (`DeviceRowCache.find_into`), and count what they
-    found with `counted`; `fetch` copies rows to the host.
+    Lookups for the GPU call the cache itself, for all tables at once (`DeviceRowCache.find_for`), and count what they
+    found with `fetched`; `fetch` copies rows to the host.
 
     Args:
         layout: of the rows.
@@ -42,9 +42,9 @@ class DeviceCacheTier:
             count(hits=hits, misses=len(keys) - hits)
         return found
 
-    def counted(self) -> Any:
-        """Return a context that times a lookup on the GPU, as `StatsCounter.fetching`."""
-        return self._stats.fetching()
+    def fetched(self, seconds: float, hits: int, misses: int) -> None:
+        """Count the table's part of a lookup on the GPU."""
+        self._stats.fetched(seconds, hits, misses)
 
     def put(self, keys: Keys, rows: Rows) -> None:
         """Insert or replace rows."""

@@ -136,16 +136,22 @@ class StatsCounter:
         start = time.perf_counter()
 
         def count(*, hits: int, misses: int, num_bytes: int | None = None, damaged: int = 0) -> None:
-            with self._lock:
-                stats = self._stats
-                stats.hits += hits
-                stats.misses += misses
-                stats.damaged += damaged
-                stats.rows_read += hits
-                stats.bytes_read += hits * self._row_bytes if num_bytes is None else num_bytes
-                stats.fetches.add(time.perf_counter() - start)
+            self.fetched(time.perf_counter() - start, hits, misses, num_bytes=num_bytes, damaged=damaged)
 
         yield count
+
+    def fetched(
+        self, seconds: float, hits: int, misses: int, *, num_bytes: int | None = None, damaged: int = 0
+    ) -> None:  # fmt: skip
+        """Count a `fetch` that was timed by the caller."""
+        with self._lock:
+            stats = self._stats
+            stats.hits += hits
+            stats.misses += misses
+            stats.damaged += damaged
+            stats.rows_read += hits
+            stats.bytes_read += hits * self._row_bytes if num_bytes is None else num_bytes
+            stats.fetches.add(seconds)
 
     @contextmanager
     def putting(self, rows: int, *, num_bytes: int | None = None) -> Iterator[None]:

@@ -100,6 +100,36 @@ def test_rows_of_two_tables_with_one_key_are_two_rows(device):
     assert look(cache, keys)[0].all()
 
 
+@pytest.mark.parametrize("columns", [[1, 8, 15], [17, 0, 9]])
+def test_a_request_puts_the_rows_of_features_into_their_columns(device, columns):
+    cache, random = DeviceRowCache(60, ROW_BYTES, device, host_capacity=60), np.random.default_rng(3)
+    keys = np.arange(40)
+    for table in (0, 2):
+        cache.insert(keys, rows_for(keys, table), table)
+    for rows in (37, 5, 0):  # the second and third use the memory of the first
+        out = torch.full((rows, 23), 7.0, device=device)
+        asked = random.integers(-3, 45, (3, rows))
+        with cache.requests.take(3, rows) as request:
+            request.keys[:], request.tables[:] = asked, np.array([[0], [2], [-1]])
+            found = cache.find_for(request, out, columns).copy()
+        assert (found == (np.isin(asked, keys) & np.array([[True], [True], [False]]))).all()
+        got = out.cpu().numpy().view(np.int32)
+        for feature, table in ((0, 0), (1, 2), (2, -1)):
+            own = np.ascontiguousarray(got[:, columns[feature] : columns[feature] + 6]).view(np.uint8)
+            want = np.where(found[feature][:, None], rows_for(asked[feature], table), 0)
+            assert (own == want).all()
+        between = np.setdiff1d(np.arange(23), np.concatenate([np.arange(6) + one for one in columns]))
+        assert (out[:, between.tolist()] == 7.0).all()
+    cache.insert(keys, rows_for(keys, 5), 2)  # no lookup holds places any more
+    assert look(cache, keys, 2)[1].tobytes() == rows_for(keys, 5).tobytes()
+
+
+def test_an_output_too_narrow_for_its_columns_is_refused(device):
+    cache = DeviceRowCache(60, ROW_BYTES, device)
+    with cache.requests.take(2, 3) as request, pytest.raises(ConfigError, match=r"\(3, 13 or more\)"):
+        cache.find_for(request, torch.zeros(3, 12, device=device), [0, 7])
+
+
 def test_present_and_absent_keys_are_told_apart(device):
     cache = DeviceRowCache(50, ROW_BYTES, device)
     first, later = np.arange(10), np.arange(5, 15)

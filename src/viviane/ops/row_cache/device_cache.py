@@ -5,9 +5,11 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import numpy as np
 import torch
@@ -16,6 +18,10 @@ from torch import Tensor
 
 from viviane.core.errors import ConfigError
 from viviane.ops.hash_table.reserve import Reserved
+from viviane.ops.row_cache.request import LookupRequest, LookupRequests
+
+if TYPE_CHECKING:
+    from viviane.ops.triton_parts.launch import RepeatedLaunch
 
 _LEAST_SPARE: Final = 64
 _BLOCK: Final = 16
@@ -104,6 +110,7 @@ class DeviceRowCache:
         self._last_reader = iter(range(1 << 62))
         self._retired: deque[_Retired] = deque()
         self._random = np.random.default_rng(0)
+        self.requests = LookupRequests(device)
 
     def __len__(self) -> int:
         return self._near.held + self._far.held
@@ -154,6 +161,52 @@ class DeviceRowCache:
             self._readers[reader] = ended
             self._forget_readers()
         return places
+
+    def find_for(self, request: LookupRequest, out: Tensor, columns: Sequence[int]) -> NDArray[np.bool_]:
+        """Copy the rows of a request's keys to `out`, zeros where a key is absent, and wait for the answer.
+
+        Args:
+            request: with its keys and table numbers, of F features and B rows; see `LookupRequests.take`.
+            out: (B, W), of a type of 4 bytes, on the device.
+            columns: (F,), where the row of each feature begins.
+
+        Returns:
+            `request.found`, (F, B).
+        """
+        from viviane.ops.triton_parts.launch import ceil_div, find_columns, on_device
+
+        count, rows = request.keys.size, request.keys.shape[1]
+        _check_output(out, rows, max(columns) + self._words)
+        if not count:
+            return request.found
+        at, apart = find_columns(tuple(columns), out.shape[1], out.device), out.stride(0)
+        key = at.aligned, at.places is None, apart == 1, apart % 16 == 0, out.data_ptr() % 16 == 0, out.dtype
+        reader = next(self._last_reader)
+        self._readers[reader] = None  # before the launch: places that it may read are kept
+        try:
+            with on_device(out) if _is_elsewhere(out) else nullcontext():
+                self._launch(
+                    key, ceil_div(count, _BLOCK),
+                    (*request.tensors(), at.places, self._lines, self._keys, self._tables, self._used,
+                     self._memory.tensor, out, count, rows, len(self._own_lines), apart, at.first, at.step, _now()),
+                    {"aligned": at.aligned, **self._constants},
+                )  # fmt: skip
+                if self._stream is not None:
+                    torch.cuda.current_stream().synchronize()
+        finally:
+            del self._readers[reader]
+        return request.found
+
+    @cached_property
+    def _launch(self) -> RepeatedLaunch:
+        from viviane.ops.row_cache.gpu_kernels import find_request_kernel
+        from viviane.ops.triton_parts.launch import RepeatedLaunch
+
+        return RepeatedLaunch(find_request_kernel, num_warps=4)
+
+    @cached_property
+    def _constants(self) -> dict[str, int]:
+        return {"words": self._words, "width": 1 << (self._words - 1).bit_length(), "block": _BLOCK}
 
     def find(self, keys: NDArray[np.int64], out: NDArray[np.uint8], table: int = 0) -> NDArray[np.bool_]:
         """Copy rows to host memory, and return which were there; see `RowCache.find`."""
@@ -465,6 +518,18 @@ def _is_interpreted() -> bool:
     from triton import knobs
 
     return bool(knobs.runtime.interpret)
+
+
+def _is_elsewhere(tensor: Tensor) -> bool:
+    return tensor.is_cuda and tensor.device.index != torch.cuda.current_device()
+
+
+def _check_output(out: Tensor, rows: int, width: int) -> None:
+    if out.element_size() != 4 or out.dim() != 2 or len(out) != rows or out.shape[1] < width or out.stride(1) != 1:
+        value = f"{out.dtype} {tuple(out.shape)}"
+        raise ConfigError(
+            "the output has another form", value=value, allowed=f"4-byte numbers ({rows}, {width} or more)"
+        )
 
 
 def _check_lookup(keys: Tensor, tables: Tensor, out: Tensor, words: int) -> None:

@@ -34,8 +34,8 @@ def _search(lines, place_keys, place_tables, own, table, active, num_lines):
         words = tl.load(lines + line[:, None] * 8 + j, mask=active[:, None], other=0)
         at = (words & _low) - 1
         here = active[:, None] & (j > 0) & (at >= 0) & ((words >> 32) == tag[:, None])
-        same = here & (tl.load(place_keys + at, mask=here, other=0) == own[:, None])
-        same = same & (tl.load(place_tables + at, mask=same, other=-1) == table[:, None])
+        same_key = tl.load(place_keys + at, mask=here, other=0) == own[:, None]
+        same = here & same_key & (tl.load(place_tables + at, mask=here, other=-1) == table[:, None])
         found = tl.max(tl.where(same, at, -1), axis=1)
         place = tl.where(active & (found >= 0), found, place)
         passed = tl.sum(tl.where(j == 0, words, 0), axis=1)
@@ -70,14 +70,69 @@ def find_kernel(
     own = tl.load(keys + n, mask=active, other=0)
     table = tl.load(tables + n, mask=active, other=0)
     place = _search(lines, place_keys, place_tables, own, table, active, num_lines)
-    found = active & (place >= 0)
     tl.store(places + n, place, mask=active)
-    before = tl.load(used + place, mask=found, other=0)
-    tl.store(used + place, tl.zeros_like(before) + now, mask=found & (before != now))
+    there = active & (place >= 0)
     cols = tl.arange(0, width)[None, :]
-    here = found[:, None] & (cols < words)
+    here = there[:, None] & (cols < words)
     rows = tl.load(memory + (place * words)[:, None] + cols, mask=here, other=0)
     tl.store(out + (n * stride)[:, None] + cols, rows, mask=here)
+    _note_use(used, place, there, now)
+
+
+@triton.jit
+def _note_use(used, place, found, now):
+    """Store the time of use; most rows of a busy cache have it already."""
+    before = tl.load(used + place, mask=found, other=0)
+    tl.store(used + place, tl.zeros_like(before) + now, mask=found & (before != now))
+
+
+@triton.jit(do_not_specialize=["count", "per_feature", "num_lines", "first", "step", "now"])
+def find_request_kernel(
+    keys,
+    tables,
+    found,
+    starts,
+    lines,
+    place_keys,
+    place_tables,
+    used,
+    memory,
+    out,
+    count,
+    per_feature,
+    num_lines,
+    stride,
+    first,
+    step,
+    now,
+    aligned: tl.constexpr,
+    words: tl.constexpr,
+    width: tl.constexpr,
+    block: tl.constexpr,
+):
+    """Copy the rows of the keys of features to their columns, zeros where a key is absent.
+
+    Key n belongs to feature n // per_feature and to row n % per_feature of `out`, `stride` words apart. `keys`,
+    `tables` and `found` lie in page-locked memory of the host.
+    """
+    n = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    active = n < count
+    own = tl.load(keys + n, mask=active, other=0)
+    table = tl.load(tables + n, mask=active, other=0)
+    # 32 bits: a division of 64 bits takes a hundred instructions.
+    feature = n.to(tl.int32) // per_feature
+    start = tl.load(starts + feature, mask=active, other=0) if starts is not None else first + feature * step
+    start = tl.multiple_of(start.to(tl.int64), [aligned])
+    place = _search(lines, place_keys, place_tables, own, table, active, num_lines)
+    there = active & (place >= 0)
+    cols = tl.arange(0, width)[None, :]
+    rows = tl.load(memory + (place * words)[:, None] + cols, mask=there[:, None] & (cols < words), other=0)
+    out = out.to(tl.pointer_type(tl.int32), bitcast=True)
+    target = out + ((n.to(tl.int32) - feature * per_feature).to(tl.int64) * stride + start)[:, None] + cols
+    tl.store(target, rows, mask=active[:, None] & (cols < words))
+    # Last: rows are on their way before threads wait for what these need.
+    tl.store(found + n, there.to(tl.uint8), mask=active)
+    _note_use(used, place, there, now)
 
 
 @triton.jit(do_not_specialize=["count", "now"])

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 from viviane.ops.row_cache import DeviceRowCache
 from viviane.serving.parameter_server.settings import CacheSettings
 from viviane.store.device_cache import DeviceCacheTier
-from viviane.store.hierarchy import TableHierarchy
+from viviane.store.hierarchy import Begun, TableHierarchy
 from viviane.store.row_layout import Keys, RowLayout
 
 _NO_TABLE = -1
@@ -104,39 +104,29 @@ def _tier(one: Asked) -> DeviceCacheTier:
 def _lookup_group(asked: Sequence[Asked], out: Tensor) -> None:
     cache = _tier(asked[0]).cache
     begun = [one.hierarchy.begin() for one in asked]
-    size, width = len(out), cache.row_bytes // 4
-    keys, tables = np.empty((len(asked), size), np.int64), np.empty((len(asked), size), np.int32)
+    start = time.perf_counter()
+    with cache.requests.take(len(asked), len(out)) as request:
+        for i, (one, state) in enumerate(zip(asked, begun, strict=True)):
+            request.keys[i] = one.keys
+            request.tables[i] = _tier(one).table if state.is_readable else _NO_TABLE
+            if one.skipped is not None:
+                request.tables[i, one.skipped] = _NO_TABLE
+        found = cache.find_for(request, out, [one.start for one in asked]).copy()
+    seconds = time.perf_counter() - start
+    hits = np.count_nonzero(found, axis=1).tolist()
     for i, (one, state) in enumerate(zip(asked, begun, strict=True)):
-        keys[i] = one.keys
-        tables[i] = _tier(one).table if state.is_readable else _NO_TABLE
-        if one.skipped is not None:
-            tables[i, one.skipped] = _NO_TABLE
-    rows = torch.zeros((len(asked), size, width), dtype=torch.float32, device=out.device)
-    with ExitStack() as timed:
-        counters = [timed.enter_context(_tier(one).counted()) for one in asked]
-        places = cache.find_into(_sent(keys, out.device), _sent(tables, out.device), rows.view(-1, width))
-        found = (places.view(len(asked), size) >= 0).cpu().numpy()
-        for i, (one, count) in enumerate(zip(asked, counters, strict=True)):
-            skipped = 0 if one.skipped is None else len(one.skipped)
-            hits = int(np.count_nonzero(found[i]))
-            count(hits=hits, misses=size - skipped - hits)
-    for i, (one, state) in enumerate(zip(asked, begun, strict=True)):
-        _complete(one, found[i], state, rows[i])
-        out[:, one.start : one.start + width] = rows[i]
+        skipped = 0 if one.skipped is None else len(one.skipped)
+        _tier(one).fetched(seconds, hits[i], len(out) - skipped - hits[i])
+        _complete(one, found[i], state, out[:, one.start : one.start + cache.row_bytes // 4])
 
 
-def _complete(one: Asked, found: NDArray[np.bool_], begun: Any, rows: Tensor) -> None:
-    """Put rows that the cache lacks behind those that it has."""
-    counting = np.arange(len(found))
-    if one.skipped is not None:
-        counting = np.setdiff1d(counting, one.skipped, assume_unique=True)
-    missing, given, _ = one.hierarchy.complete(np.ascontiguousarray(one.keys[counting]), found[counting], begun)
+def _complete(one: Asked, found: NDArray[np.bool_], begun: Begun, rows: Tensor) -> None:
+    """Write rows that the cache lacks where those that it has are."""
+    if one.skipped is None:
+        missing, given, _ = one.hierarchy.complete(one.keys, found, begun)
+    else:
+        counting = np.setdiff1d(np.arange(len(found)), one.skipped, assume_unique=True)
+        missing, given, _ = one.hierarchy.complete(np.ascontiguousarray(one.keys[counting]), found[counting], begun)
+        missing = counting[missing]
     if len(missing):
-        content = torch.from_numpy(given.view(np.float32)).to(rows.device)
-        rows[torch.from_numpy(counting[missing]).to(rows.device)] = content
-
-
-def _sent(array: NDArray[Any], device: torch.device) -> Tensor:
-    """Send an array to a device, without a wait where its memory is page-locked."""
-    flat = torch.from_numpy(array.reshape(-1))
-    return flat.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else flat.to(device)
+        rows[torch.from_numpy(missing).to(rows.device)] = torch.from_numpy(given.view(np.float32)).to(rows.device)
