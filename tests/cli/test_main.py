@@ -1,5 +1,6 @@
 import os
 import resource
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from viviane import __main__
 from viviane.cli import main
 from viviane.core.errors import DataError
 
@@ -59,6 +61,37 @@ def test_the_traceback_is_there_for_those_who_ask(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("VIVIANE_TRACEBACK", "1")
     with pytest.raises(DataError):
         main.main()
+
+
+def test_ctrl_c_during_the_imports_is_no_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Pressed:
+        def find_spec(self, name: str, *_: object) -> None:
+            if name == "viviane.cli.main":
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # the second one would end the tests
+    monkeypatch.setattr(sys, "meta_path", [Pressed(), *sys.meta_path])
+    monkeypatch.delitem(sys.modules, "viviane.cli.main")
+    with pytest.raises(SystemExit) as stop:
+        __main__.main()
+    assert stop.value.code == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_kernels_without_a_place_for_machine_code_are_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse() -> None:
+        raise RuntimeError("cannot cache function 'f': no locator available for file 'cpu.py'")
+
+    monkeypatch.setattr(main, "app", refuse)
+    monkeypatch.delenv("VIVIANE_TRACEBACK", raising=False)
+    with pytest.raises(SystemExit) as stop:
+        main.main()
+    assert stop.value.code == 2
+    assert "NUMBA_CACHE_DIR" in capsys.readouterr().err
 
 
 def test_a_closed_pipe_is_no_error() -> None:

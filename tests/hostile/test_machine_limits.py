@@ -45,13 +45,20 @@ COMMANDS = {
     "plan": ["plan", "c.json", "--processes", "2", "--memory-gb", "1", "--memory-gb-per-s", "10"],
     "convert": ["convert", "data/valid", "{}/norm", "--to", "norm"],
     "generate": ["generate", "{}/more", *SMALL],
+    "etl": ["etl", "raw.csv", "--infer", "--label", "click", "--output", "{}/clean", "--threads", "1"],
+    "checkpoint": ["checkpoint", "reshard", "model/weights", "{}/other", "--processes", "2"],
+    "keyset": ["keyset", "data/valid", "--output", "{}/keys"],
+    "export": ["export", "model", "--output", "{}/exported", "--to", "torch-export"],
+    "tune": ["tune", "c.json", "--output", "{}/tuned", "--trials", "1", "--search", "solver.lr=1e-4:0.1:log"],
+    "check": ["check", "data/valid"],
 }
 LIMITS = [
     ("size of files", 1000), ("size of files", 3000), ("open files", 0), ("open files", 3), ("open files", 12),
     ("memory", 1), ("memory", 30), ("memory", 200), ("full disk", 4), ("full disk", 24), ("read-only folder", 0),
 ]  # fmt: skip
 QUICK = {
-    ("train", "size of files", 3000), ("predict", "full disk", 4), ("summary", "memory", 1), ("plan", "open files", 0)
+    ("train", "size of files", 3000), ("predict", "full disk", 4), ("summary", "memory", 1), ("plan", "open files", 0),
+    ("predict", "open files", 0),
 }  # fmt: skip
 ENDLESS = {"generate"}  # OpenBLAS asks again and again for the memory of its first product
 
@@ -61,6 +68,8 @@ def place(tmp_path_factory: pytest.TempPathFactory, warm: Warm) -> Path:
     """Data, a config and a saved model."""
     folder = tmp_path_factory.mktemp("limits")
     (folder / "c.json").write_text(json.dumps(CONFIG))
+    rows = "".join(f"{n % 2},i{n % 40},{n % 97}\n" for n in range(2000))
+    (folder / "raw.csv").write_text(f"click,item,price\n{rows}")
     for words in (["generate", "data", *SMALL], ["train", "c.json", "--run-folder", "run"]):
         done = warm.run(["-m", "viviane.cli.main", *words], cwd=folder)
         assert done.returncode == 0, done.stderr

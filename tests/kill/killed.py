@@ -1,7 +1,9 @@
 """Run a program that kills itself before its n-th write: argv is n, then code, then the code's own words.
 
-Where n is `record:FOLDER` the program is not killed. Before each write it copies what the working directory holds to
-FOLDER, which is what a kill at that moment would leave: one run shows the outcome of all kills. See `States`.
+Where n is `interrupt:n`, the process receives SIGINT before its n-th write and again before the next one, which may be
+of the handling of the first. Where n is `record:FOLDER` the program is not killed. Before each write it copies what the
+working directory holds to FOLDER, which is what a kill at that moment would leave: one run shows the outcome of all
+kills. See `States`.
 
 A write is what changes what other processes find under the working directory: a file opened for writing, a name made,
 renamed, exchanged or removed, a flush, and what pyarrow and DuckDB write without Python's knowledge. With n = 0 the
@@ -81,8 +83,9 @@ def restore(recorded: Path, entries: list[list], root: Path) -> None:
 class Writes:
     """Counts writes under a folder, and ends the process before number `limit` or keeps the state before each."""
 
-    def __init__(self, root: Path, limit: int, states: States | None = None) -> None:
+    def __init__(self, root: Path, limit: int, states: States | None = None, *, interrupt: bool = False) -> None:
         self.root, self.limit, self.seen = str(root.resolve()), limit, list[str]()
+        self.interrupt = interrupt
         self.states = states
         self._guard = threading.RLock()
         self._own = threading.local()
@@ -95,7 +98,9 @@ class Writes:
             return
         with self._guard:
             self.seen.append(f"{kind} {os.path.relpath(text, self.root)}")
-            if len(self.seen) == self.limit:
+            if self.interrupt and len(self.seen) in (self.limit, self.limit + 1):
+                os.kill(os.getpid(), signal.SIGINT)
+            elif len(self.seen) == self.limit:
                 os.kill(os.getpid(), signal.SIGKILL)
             if self.states is not None:
                 self._own.busy = True
@@ -124,9 +129,10 @@ class Writes:
 
 
 def main() -> None:
-    kind, _, folder = sys.argv[1].partition(":")
-    states = States(Path().resolve(), Path(folder)) if kind == "record" else None
-    writes = Writes(Path(), 0 if states else int(kind), states)
+    kind, _, word = sys.argv[1].partition(":")
+    states = States(Path().resolve(), Path(word)) if kind == "record" else None
+    limit = 0 if states else int(word or kind)
+    writes = Writes(Path(), limit, states, interrupt=kind == "interrupt")
     code = sys.argv[2]
     writes.around(os, "fsync")
     writes.around(exchange, "exchange")

@@ -284,6 +284,38 @@ def test_a_kill_leaves_the_recorded_state(name: str, inputs_with_models: Path, f
         assert kinds(place) == kinds_of(kept["states"][kept["moments"][number - 1]]), writes[number - 1]
 
 
+def interrupt_at(number: int, case: Case, prepared: Prepared, forked: Warm, place: Path) -> None:
+    """Press Ctrl-C twice: no traceback, an older or a new output that is whole, and a next run that works."""
+    shutil.copytree(prepared.folder, place)
+    code, said, _ = execute(forked, place, case.words, f"interrupt:{number}")
+    is_command = " import " not in case.words[0]  # Python prints a traceback of a program
+    assert not is_command or "Traceback" not in said, said
+    if code == 0:
+        shutil.rmtree(place)
+        return  # the output was complete, or the loop ended after its step
+    assert code in ((130, -2) if is_command else (1, -2)), said  # -2 is SIGINT itself: a shell shows it as 130
+    check_next_run(case, prepared, forked, place)
+
+
+def test_ctrl_c_twice(inputs: Path, forked: Warm, tmp_path: Path) -> None:
+    case = CASES["generate over"]
+    prepared = prepare(case, inputs, forked, tmp_path)
+    interrupt_at(len(prepared.writes) // 2, case, prepared, forked, tmp_path / "interrupted")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(
+    "name",
+    ["generate over", "convert over", "etl over", "predict over", "save over", "reshard", "export", "train over"],
+)
+def test_ctrl_c_twice_at_many_writes(name: str, inputs_with_models: Path, forked: Warm, tmp_path: Path) -> None:
+    case = CASES[name]
+    prepared = prepare(case, inputs_with_models, forked, tmp_path)
+    for number in range(1, len(prepared.writes) + 1, max(1, len(prepared.writes) // 12)):
+        interrupt_at(number, case, prepared, forked, tmp_path / "interrupted")
+
+
 def kinds(folder: Path) -> list[tuple[str, bool]]:
     """Return the names under a folder without what is drawn at random, and whether each is a folder."""
     found = sorted((str(one.relative_to(folder)), one.is_dir()) for one in folder.rglob("*"))

@@ -62,7 +62,7 @@ class _LazyGroup(TyperGroup):
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
-            signal.signal(signal.SIGINT, signal.SIG_DFL)  # another one kills the process
+            _die_of_the_next_one()
             _say("interrupted")
             sys.exit(_INTERRUPTED)
 
@@ -124,6 +124,9 @@ def main() -> None:
     """
     try:
         app()
+    except KeyboardInterrupt:  # before or after the command itself
+        _die_of_the_next_one()
+        sys.exit(_INTERRUPTED)
     except BrokenPipeError:
         sys.exit(_BROKEN_PIPE)
     except Exception as error:
@@ -132,6 +135,11 @@ def main() -> None:
             raise
         _say(f"error: {own}")
         sys.exit(_FAILED)
+
+
+def _die_of_the_next_one() -> None:
+    """Let a second Ctrl-C kill the process."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _say(text: str) -> None:

@@ -135,7 +135,9 @@ def tidy(path: Path) -> None:
     place = real_place(path)
     recover(place)
     with suppress(ConfigError, OSError):  # the lock holder is active
-        if hidden_name(place, "lock").exists() and not is_held(place):  # a process that exits normally removes its lock
+        # A killed process leaves its lock; one that was interrupted twice may leave its work without it.
+        left = hidden_name(place, "lock").exists() or bool(_work_left(place))
+        if left and not is_held(place):
             with locked(place, wait_s=0):
                 _recover_locked(place)
                 _remove_work(place)
@@ -192,14 +194,22 @@ def reserved(path: Path, *, overwrite: bool = True) -> Iterator[Path]:
         try:
             yield work
         finally:
-            _remove(work)
+            try:
+                _remove(work)
+            except KeyboardInterrupt:  # a second Ctrl-C: the removal is completed first
+                _remove(work)
+                raise
+
+
+def _work_left(place: Path) -> list[Path]:
+    """Return the folders of unfinished files next to an output."""
+    pattern = re.compile(re.escape(hidden_name(place, "").name) + r"[0-9a-f]{8}\.tmp")
+    with os.scandir(place.parent) as entries:
+        return [Path(entry.path) for entry in entries if pattern.fullmatch(entry.name)]
 
 
 def _remove_work(place: Path) -> None:
-    pattern = re.compile(re.escape(hidden_name(place, "").name) + r"[0-9a-f]{8}\.tmp")
-    with os.scandir(place.parent) as entries:
-        left = [Path(entry.path) for entry in entries if pattern.fullmatch(entry.name)]
-    for one in left:
+    for one in _work_left(place):
         _remove(one)
 
 

@@ -29,6 +29,9 @@ _FIXES: Final = {
     errno.ENAMETOOLONG: "choose a shorter path",
     errno.ELOOP: "correct the path: its links form a cycle",
 }
+_NO_FILES: Final = "the process cannot open more files"
+_NO_THREADS: Final = "no more threads can be started"
+_EXHAUSTED: Final = frozenset({*_FULL.values(), _NO_FILES, _NO_THREADS, "out of memory"})
 _NO_MEMORY: Final = (
     "can't allocate memory",
     "not enough memory",
@@ -39,6 +42,8 @@ _NO_MEMORY: Final = (
     "unable to allocate",
     "failed to map segment",
 )
+_NO_CACHE: Final = "no locator available"
+"""Numba's text where neither the package's folder nor the user's cache takes a file."""
 _NO_THREAD: Final = ("can't start new thread", "resource temporarily unavailable", "thread creation failed")
 
 
@@ -59,7 +64,7 @@ def as_own_error(error: BaseException) -> VivianeError | None:
           do:      free disk space, or choose another folder
     """
     if isinstance(error, VivianeError):
-        return error
+        return _exhausted_cause(error) or error
     text = str(error)
     low = text.lower()
     if isinstance(error, MemoryError) or (
@@ -69,19 +74,37 @@ def as_own_error(error: BaseException) -> VivianeError | None:
             "out of memory", value=_first_line(text) or type(error).__name__,
             fix="use smaller batches, tables or fewer threads, or raise the limit of the process (ulimit -v)",
         )  # fmt: skip
-    if isinstance(error, RuntimeError) and any(one in low for one in _NO_THREAD):
+    of_arrow = type(error).__module__.startswith("pyarrow")
+    if (of_arrow or isinstance(error, RuntimeError)) and any(one in low for one in _NO_THREAD):
         fix = "raise the limits of the process (ulimit -u, ulimit -v)"
-        return MachineError("no more threads can be started", value=_first_line(text), fix=fix)
+        return MachineError(_NO_THREADS, value=_first_line(text), fix=fix)
     if isinstance(error, OSError):
         return _of_system(error, text)
-    if "too many open files" in low:  # safetensors and others raise their own classes with this text
-        what = "the process cannot open more files"
-        return MachineError(what, value=_first_line(text), fix=_FIXES[errno.EMFILE])
     return _of_text(error, text)
 
 
+def _exhausted_cause(error: VivianeError) -> MachineError | None:
+    """Return the error of the machine that another one wraps: files that cannot be opened are not damaged files."""
+    cause = error.__cause__
+    while cause is not None and not isinstance(error, MachineError):
+        if not isinstance(cause, VivianeError):
+            own = as_own_error(cause)
+            if isinstance(own, MachineError) and own.fix is not None and own.what in _EXHAUSTED:
+                return MachineError(own.what, where=error.where or own.where, value=own.value, fix=own.fix)
+        cause = cause.__cause__
+    return None
+
+
 def _of_text(error: BaseException, text: str) -> VivianeError | None:
-    """Return the error for a killed process or an impossible path."""
+    """Return the error for a lack of files, a killed process or an impossible path."""
+    low = text.lower()
+    if isinstance(error, RuntimeError) and _NO_CACHE in low:
+        return MachineError(
+            "machine code of kernels cannot be written", value=_first_line(text),
+            fix="set NUMBA_CACHE_DIR to a folder that can be written, or raise the limit: ulimit -n 65536",
+        )  # fmt: skip
+    if "too many open files" in low:  # safetensors and others raise their own classes with this text
+        return MachineError(_NO_FILES, value=_first_line(text), fix=_FIXES[errno.EMFILE])
     if isinstance(error, BrokenExecutor):
         fix = "free memory: the system ends processes where it has none left"
         return MachineError("a process of this command was killed", value=_first_line(text), fix=fix)
@@ -99,6 +122,8 @@ def _of_system(error: OSError, text: str) -> VivianeError:
     said = error.strerror or _first_line(text) or type(error).__name__
     if number == errno.ENOMEM:
         return MachineError("out of memory", where=where, value=said, fix="raise the limit of the process (ulimit -v)")
+    if number in (errno.EMFILE, errno.ENFILE):
+        return MachineError(_NO_FILES, where=where, value=said, fix=fix)
     what = _FULL.get(number or 0, "a file could not be read or written" if where else "the operating system refused")
     return MachineError(what, where=where, value=said, fix=fix)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from viviane.core.errors import ConfigError, ExportError
-from viviane.export.forms.form import Runner, Trace, quiet
+from viviane.export.forms.form import Runner, Trace, check_space, quiet
 from viviane.export.machine import Requirements, capability, cpu_flags, this_minor
 from viviane.ops.dispatch import use_implementation
 
@@ -67,6 +67,7 @@ def write(trace: Trace, folder: Path) -> tuple[tuple[str, ...], Requirements]:
         ExportError: the compiler failed.
         ConfigError: the instruction level is unknown, or this processor does not support it.
     """
+    check_space(trace, folder)
     flags, options = _instructions(trace)
     # Otherwise a bias with one element becomes part of the code, and new weights would not replace it.
     options["always_keep_tensor_constants"] = True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,14 +12,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol
+from typing import Final, Protocol
 
 import torch
 from torch import Tensor
 
-from viviane.core.errors import ExportError, VivianeError
+from viviane.core.errors import ExportError, MachineError, VivianeError
 from viviane.export.program import Program
 from viviane.ops.dispatch import use_implementation
+
+_ARCHIVE_BYTES: Final = 64 << 10
+"""Room for the graph and the names of an archive."""
 
 
 class Runner(Protocol):
@@ -93,6 +97,30 @@ def untraceable(program: Program, error: Exception) -> ExportError:
         value=f"{type(error).__name__}: {' '.join(lines[:4])[:600]}",
         fix="use only tensor operations in forward: no .item(), no loop or branch on values of the batch",
     )
+
+
+def check_space(trace: Trace, folder: Path) -> None:
+    """Check that the weights of a program can be written; torch ends the process when its archive cannot be completed.
+
+    Raises:
+        MachineError: the disk, or the process's limit of file sizes, is too small.
+    """
+    size = sum(one.nbytes for one in trace.program.state_dict().values()) + _ARCHIVE_BYTES
+    free = shutil.disk_usage(folder).free
+    if free < size:
+        raise MachineError(
+            "the disk is full", where=str(folder), value=f"{free:,} bytes are free, {size:,} are needed",
+            fix="free disk space, or choose another folder",
+        )  # fmt: skip
+    if sys.platform != "win32":
+        import resource
+
+        limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+        if limit != resource.RLIM_INFINITY and limit < size:
+            raise MachineError(
+                "a file would exceed the limit of the process (ulimit -f)", where=str(folder),
+                value=f"the limit is {limit:,} bytes, {size:,} are needed", fix="raise the limit: ulimit -f unlimited",
+            )  # fmt: skip
 
 
 @contextmanager

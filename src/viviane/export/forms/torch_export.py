@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from viviane.core.errors import ExportError
-from viviane.export.forms.form import Runner, Trace, quiet
+from viviane.export.forms.form import Runner, Trace, check_space, quiet
 from viviane.export.machine import Requirements, torch_version
 
 KERNELS = True
@@ -21,7 +21,12 @@ def check() -> None:
 
 
 def write(trace: Trace, folder: Path) -> tuple[tuple[str, ...], Requirements]:
-    """Write the traced program."""
+    """Write the traced program.
+
+    Raises:
+        MachineError: there is no room for it.
+    """
+    check_space(trace, folder)
     exported = trace.exported
     exported.example_inputs = None  # they would be stored, but are not used
     with quiet():

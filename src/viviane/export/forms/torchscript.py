@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from viviane.core.errors import ExportError, VivianeError
-from viviane.export.forms.form import Runner, Trace, quiet, untraceable
+from viviane.export.forms.form import Runner, Trace, check_space, quiet, untraceable
 from viviane.export.machine import Requirements, torch_version
 from viviane.ops.dispatch import use_implementation
 
@@ -28,6 +28,7 @@ def write(trace: Trace, folder: Path) -> tuple[tuple[str, ...], Requirements]:
     Raises:
         ExportError: the program cannot be traced.
     """
+    check_space(trace, folder)
     try:
         with quiet(), torch.no_grad(), use_implementation("reference"):
             script: Any = torch.jit.trace(trace.program, trace.example, check_trace=False)  # type: ignore[no-untyped-call]
