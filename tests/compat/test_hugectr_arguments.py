@@ -35,6 +35,18 @@ h: Any = modules()["hugectr"]
         ("DenseLayer", {"layer_type": 3.7, "bottom_names": ["a"], "top_names": ["b"]}, "layer_type"),
         ("DenseLayer", {"layer_type": h.Layer_t.ReLU, "bottom_names": h.Layer_t.ReLU, "top_names": ["b"]}, "bottom"),
         ("Model", {"solver": 3}, "solver"),
+        (
+            "SparseEmbedding",
+            {
+                "embedding_type": "DistributedSlotSparseEmbeddingHash",
+                "workspace_size_per_gpu_in_mb": 1,
+                "embedding_vec_size": 8,
+                "combiner": [],
+                "sparse_embedding_name": "e",
+                "bottom_name": "d",
+            },
+            "combiner",
+        ),
     ],
 )
 def test_wrong_types_are_refused_by_name(call: str, given: dict[str, Any], named: str) -> None:
@@ -72,6 +84,7 @@ def test_collections_and_generators_check_their_arguments() -> None:
     for call, named in (
         (lambda: tools.DataGenerator(config), "params"),
         (tools.DataGenerator, "arguments do not fit"),
+        (lambda: tools.DataGeneratorParams("x", 1, 1, 1, True, "a", "b", [3]), "format"),
         (lambda: config.embedding_lookup("a", "k", "o", "sum"), "table_config"),
         (lambda: config.embedding_lookup(table, "k", "o", ["sum", "max"]), "one combiner"),
         (lambda: config.embedding_lookup(table, "k", "o", "max"), "unknown combiner"),

@@ -87,6 +87,27 @@ def test_optimizer_state_by_hand(sizes: list[int], tmp_path: Path, monkeypatch: 
         model.load_dense_optimizer_states("t_opt.model")
 
 
+def test_slots_are_those_in_which_the_data_have_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    source = norm_file(tmp_path, KEYS + [[0, 0, 10]] * 5)  # the keys of each slot are its own
+    localized = hugectr.Embedding_t.LocalizedSlotSparseEmbeddingHash
+    for kind in (localized, hugectr.Embedding_t.DistributedSlotSparseEmbeddingHash):
+        model = build(source, [], adam(), placed=kind)
+        model.train()
+        model.save_params_to_files(kind.name, 0)
+    keys = np.fromfile(f"{localized.name}0_sparse_0.model/key", "<i8")
+    slots = np.fromfile(f"{localized.name}0_sparse_0.model/slot_id", "<u8")
+    assert dict(zip(keys.tolist(), slots.tolist(), strict=True)) == {
+        0: 0, 1: 0, 2: 0, 3: 1, 4: 1, 5: 1, 13: 2, 15: 2, 16: 2,
+    }  # fmt: skip
+    assert not Path("DistributedSlotSparseEmbeddingHash0_sparse_0.model/slot_id").exists()
+    again = build(source, [], adam(), placed=localized)
+    again.load_sparse_weights([f"{localized.name}0_sparse_0.model"])
+    norm_file(tmp_path, np.zeros((5, 3), np.int64))  # other data: the slots of the keys are unknown
+    again.save_params_to_files("unknown", 0)
+    assert not Path("unknown0_sparse_0.model/slot_id").exists()
+
+
 def test_a_loaded_state_moves_the_next_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     source = norm_file(tmp_path, np.minimum(KEYS, 7))

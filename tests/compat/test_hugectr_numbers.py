@@ -28,7 +28,9 @@ def norm_file(folder: Path, keys: np.ndarray, *, wide: bool = True) -> str:
     return str(folder / "list.txt")
 
 
-def build(source: str, sizes: list[int], optimizer: Any, *, batchsize: int = 5, wide: bool = True) -> Any:
+def build(
+    source: str, sizes: list[int], optimizer: Any, *, batchsize: int = 5, wide: bool = True, placed: Any = None
+) -> Any:
     solver = hugectr.CreateSolver(
         batchsize=batchsize, batchsize_eval=5, max_eval_batches=1, lr=0.5, seed=4, i64_input_key=wide
     )
@@ -42,7 +44,7 @@ def build(source: str, sizes: list[int], optimizer: Any, *, batchsize: int = 5, 
     )
     model.add(
         hugectr.SparseEmbedding(
-            embedding_type=hugectr.Embedding_t.DistributedSlotSparseEmbeddingHash,
+            embedding_type=placed or hugectr.Embedding_t.DistributedSlotSparseEmbeddingHash,
             embedding_vec_size=2,
             combiner="sum",
             sparse_embedding_name="table",

@@ -9,7 +9,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from raw_files import config, data_bytes, read, text
 
@@ -78,6 +78,7 @@ def encoded(train: pd.DataFrame, keys: Any, target: str, prior: float | None) ->
 
 @settings(max_examples=8, deadline=None)
 @given(rows=_ROWS, cross=st.booleans(), prior=st.sampled_from([None, 0.25]))
+@example(rows=[(0.5, 0, "a", 0, 1.0, 0), (1.5, 1, "a", 0, 3.0, 0), (2.5, 1, "b", 1, 5.0, 1)], cross=False, prior=None)
 def test_equal_to_pandas(rows: list[tuple[Any, ...]], cross: bool, prior: float | None) -> None:
     by = ["u", "v"] if cross else ["u"]
     table = table_of(rows)

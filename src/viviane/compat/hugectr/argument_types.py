@@ -11,7 +11,7 @@ from functools import wraps
 from numbers import Integral, Real
 from typing import Any, Final, TypeVar, cast
 
-from viviane.compat.hugectr.enums import Tensor_t
+from viviane.compat.hugectr.enums import DataReaderType_t, Tensor_t
 from viviane.core.errors import ConfigError
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -114,6 +114,12 @@ _BY_NAME: Final[Mapping[str, tuple[Check, str]]] = {
     "source": (lambda value: value if isinstance(value, Enum) else _texts(value), "a text, or a list of texts"),
 }  # fmt: skip
 """Types of arguments that have no default, or whose default does not show it."""
+_OF_CALLS: Final[Mapping[tuple[str, str], tuple[Check, str]]] = {
+    ("DataGeneratorParams", "format"): (
+        _member_of(DataReaderType_t), ", ".join(f"DataReaderType_t.{one}" for one in DataReaderType_t.__members__)
+    ),
+}  # fmt: skip
+"""Types of arguments whose name has another type in other calls."""
 _ANY: Final = frozenset({"selected", "lr_policy"})
 """Arguments with several forms, checked where they are used."""
 
@@ -142,7 +148,7 @@ def checked_type(call: str, name: str, value: Any, default: Any, required: objec
 def _of_name(call: str, name: str) -> tuple[Check, str] | None:
     if name == "embedding_vec_size" and call == "ParameterServerConfig":
         return None
-    return _BY_NAME.get(name)
+    return _OF_CALLS.get((call, name)) or _BY_NAME.get(name)
 
 
 def _of_default(default: Any, required: object) -> tuple[Check, str]:

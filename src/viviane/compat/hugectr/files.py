@@ -3,14 +3,15 @@
 <prefix>_dense_<iter>.model             float32, layer after layer in the order of the graph
 <prefix>_dense_<iter>.model.ntp.json    running statistics of BatchNorm, in the same order
 <prefix><i>_sparse_<iter>.model/        key: int64; emb_vector: float32, one row per key;
-                                        slot_id: uint64, if the embedding has slot_size_array
+                                        slot_id: uint64, if the embedding has slot_size_array or is localized
 Before 3.1 a table was one file of rows: key of 4 or 8 bytes, slot_id if it is localized, vector; it can be read too.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +41,19 @@ from viviane.model import DenseLayer, Model, SparseEmbedding
 _TRANSPOSED = ("InnerProduct", "FusedInnerProduct", "GroupFusedInnerProduct", "MLP")
 
 
-def save(model: Model, columns: Columns, prefix: str, iteration: int, *, with_tables: bool = True) -> None:
+def save(
+    model: Model,
+    columns: Columns,
+    prefix: str,
+    iteration: int,
+    *,
+    with_tables: bool = True,
+    find_slots: Callable[[SparseEmbedding, Sequence[Slot], Keys], NDArray[np.int64] | None] | None = None,
+) -> None:
     """Write all weights of a model.
+
+    Args:
+        find_slots: finds the slots of the keys of a table that several slots share; None if they are not written.
 
     Raises:
         ConfigError: the order of a layer's weights in HugeCTR's file is unknown.
@@ -52,7 +64,11 @@ def save(model: Model, columns: Columns, prefix: str, iteration: int, *, with_ta
     write(Path(f"{dense}.ntp.json"), json.dumps({"layers": _statistics(model)}).encode())
     for number, node in enumerate(sparse_embeddings(model, columns) if with_tables else ()):
         folder = Path(f"{prefix}{number}_sparse_{iteration}.model")
-        write_folder(folder, read_rows(collection_of(model, node), slots_of(node, columns)))
+        slots = slots_of(node, columns)
+        rows = read_rows(collection_of(model, node), slots)
+        if rows.slots is None and find_slots is not None:
+            rows = replace(rows, slots=find_slots(node, slots, rows.keys))
+        write_folder(folder, rows)
 
 
 def write_folder(folder: Path, rows: TableRows) -> None:

@@ -185,10 +185,10 @@ class SparseEmbedding(Arguments):
             [vars(self)["sparse_embedding_name"], vars(self)["bottom_name"]]
         )
         combiner: Any = vars(self)["combiner"]
-        self.combiner: Any = {0: "sum", 1: "mean"}.get(combiner, combiner)
+        self.combiner: Any = {0: "sum", 1: "mean"}.get(combiner) if isinstance(combiner, int) else combiner
         if self.combiner not in ("sum", "mean"):
             raise ConfigError("unknown combiner", where=f"SparseEmbedding {self.sparse_embedding_name!r}",
-                              value=self.combiner, allowed="'sum', 'mean'")  # fmt: skip
+                              value=combiner, allowed="'sum', 'mean'")  # fmt: skip
         sized = (Embedding_t.LocalizedSlotSparseEmbeddingOneHot, Embedding_t.HybridSparseEmbedding)
         if self.embedding_type in sized and not self.slot_size_array:
             raise ConfigError(f"{self.embedding_type.name} needs slot_size_array",

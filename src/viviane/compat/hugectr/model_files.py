@@ -7,20 +7,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from viviane.compat.hugectr import collection_files, files, states
 from viviane.compat.hugectr.argument_types import typed
+from viviane.compat.hugectr.arguments import note
 from viviane.compat.hugectr.collection import EmbeddingCollectionConfig
-from viviane.compat.hugectr.columns import Columns
+from viviane.compat.hugectr.columns import Columns, Slot
 from viviane.compat.hugectr.inputs import SparseEmbedding
 from viviane.compat.hugectr.messages import MessageSink, topic_of
 from viviane.compat.hugectr.passes import EmbeddingTrainingCache, Updates
 from viviane.compat.hugectr.processes import is_first, wait_for_all
+from viviane.compat.hugectr.slot_ids import records_slots, slots_of_keys
 from viviane.compat.hugectr.sources import check_writable, note_remote
 from viviane.core.errors import ConfigError
 from viviane.model import Model as VivianeModel
 
 if TYPE_CHECKING:
+    from viviane.compat.hugectr.reading import DataReader
     from viviane.compat.hugectr.scores import Scores
     from viviane.compat.hugectr.tables import Keys
 
@@ -34,6 +38,8 @@ class ModelFiles:
     _scores: Scores
     _orders: dict[str, Keys]
     _cache: EmbeddingTrainingCache | None
+    _train: DataReader
+    _sources: Sequence[str]
 
     @property
     def viviane(self) -> VivianeModel:
@@ -60,11 +66,23 @@ class ModelFiles:
         check_writable(prefix, "save_params_to_files")
         embeddings = [one for one in self.added if isinstance(one, SparseEmbedding)]
         cached = self._cache is not None and bool(self._cache.folders)
-        files.save(self.viviane, self.columns, prefix, iter, with_tables=not cached)
+        files.save(self.viviane, self.columns, prefix, iter, with_tables=not cached, find_slots=self._find_slots)
         states.save_states(self.viviane, self.columns, prefix, iter, [] if cached else embeddings)
         if self._cache is not None and cached:
             self._cache.write()
         wait_for_all()
+
+    def _find_slots(self, node: Any, slots: Sequence[Slot], keys: Keys) -> NDArray[np.int64] | None:
+        """Return the slots of the keys of a localized embedding without sizes; None for other embeddings."""
+        embeddings = [one for one in self.added if isinstance(one, SparseEmbedding)]
+        given = next((one for one in embeddings if one.sparse_embedding_name == node.name), None)
+        if given is None or not records_slots(given):
+            return None
+        sources = dict.fromkeys([*([self._train.source] if self._train.source else []), *self._sources])
+        found = slots_of_keys(keys, slots, self._train.every_batch(sources))
+        if found is None:
+            note("save_params_to_files", f"slot_id of {node.name}: the training data lack a key of the table")
+        return found
 
     @typed
     def load_dense_weights(self, dense_model_file: str, *more: Any, data_source_params: Any = None) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -106,6 +106,15 @@ class DataReader:
             batch = next(self._batches, None)
         self._at_end = batch is None
         return None if batch is None else self.columns.shifted(batch)
+
+    def every_batch(self, sources: Iterable[str]) -> Iterator[Batch]:
+        """Yield the rows of some sources once, all of them on each process; the position of this reader is kept."""
+        for source in sources:
+            path = source_path(source, self.params.data_reader_type, training=self.training)
+            data = Dataset(path, self.columns.reader_schema(), format=format_of(self.params, self.columns, path))
+            with data.reader(self.batch_size, num_threads=1) as reader:
+                for batch in reader:
+                    yield self.columns.shifted(batch)
 
     def _begin(self) -> None:
         assert self._data is not None
