@@ -219,6 +219,7 @@ WHOLE = [
 ]
 
 
+@pytest.mark.slow
 def test_a_notebook_whose_lines_run_programs_runs_as_a_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

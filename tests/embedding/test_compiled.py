@@ -285,6 +285,7 @@ def test_output_type_under_autocast():
     assert_same(emb, other)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++", "c++"))), reason="torch's generated code needs C++")
 def test_inductor():
     """Two equal nets with tables of their own; generated kernels use memory again, which waiting gradients survive."""

@@ -43,6 +43,7 @@ def module():
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 def test_batches_of_any_origin_and_size_share_a_graph(module):
     fast = torch.compile(module, backend="aot_eager", fullgraph=True)
     for i, rows in enumerate((60, 90, 70)):

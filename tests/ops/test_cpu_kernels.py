@@ -29,6 +29,7 @@ def summed(seed, count=60_000):
     return sum_rows(Entries(rows, torch.randn(count * 7, generator=generator)), 7, num_rows=300)[1]
 
 
+@pytest.mark.slow
 def test_a_second_process_takes_machine_code_from_the_disk(tmp_path):
     environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
     hits = []

@@ -27,10 +27,11 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("part", range(PROCESSES))
-def test_kernels_compile(part, interpreted, tmp_path):
+@pytest.mark.parametrize("stage", ["types", pytest.param("code", marks=pytest.mark.slow)])
+def test_kernels_compile(stage, part, interpreted, tmp_path):
     # From both ends, so that parts in two processes do not wait for the same share.
     shares = [interpreted(number) for number in range(len(SHARES))[:: 1 if part == 0 else -1]]
-    report = compile_launches(tmp_path, part, PROCESSES, [share.launches for share in shares])
+    report = compile_launches(stage, tmp_path, part, PROCESSES, [share.launches for share in shares])
     if "reason" in report:
         pytest.skip(report["reason"])
     assert report["compiled"], "the interpreter's tests noted no launch"
@@ -49,7 +50,7 @@ def test_faults_are_told(tmp_path):
     ]
     named = [{"options": {}} | one | {"kernel": f"tests.ops.gpu.faults.{one['kernel']}"} for one in faulty]
     launches.write_text("\n".join(map(json.dumps, named)))
-    report = compile_launches(tmp_path, 0, 1, [launches])
+    report = compile_launches("code", tmp_path, 0, 1, [launches])
     if "reason" in report:
         pytest.skip(report["reason"])
     by_type, by_load, by_size = sorted(report["faults"])
@@ -63,10 +64,10 @@ def test_faults_are_told(tmp_path):
     assert "bytes of shared memory, 232448 at most" in by_size
 
 
-def compile_launches(folder: Path, first: int, step: int, files: list[Path]) -> dict:
+def compile_launches(stage: str, folder: Path, first: int, step: int, files: list[Path]) -> dict:
     """Compile in a process of its own, where no kernel was given to the interpreter."""
     log = folder / "compiler.log"
-    words = ["-W", "ignore", "-m", "tests.ops.gpu.compiling", log, first, step, *files]
+    words = ["-W", "ignore", "-m", "tests.ops.gpu.compiling", stage, log, first, step, *files]
     command = [sys.executable, *map(str, words)]
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(folder / "cache")}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, cwd=ROOT)

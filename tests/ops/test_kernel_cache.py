@@ -29,6 +29,7 @@ def start(folder: Path, *numbers: int) -> "subprocess.Popen[str]":
     return subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True)
 
 
+@pytest.mark.slow
 def test_variants_compiled_by_processes_at_once_are_not_mixed_up(tmp_path: Path) -> None:
     (tmp_path / "variants.py").write_text(MODULE)
     for order in ((1, 2, 3, 4), (4, 3, 2, 1)), ((1, 2, 3, 4), (2, 1, 4, 3)):

@@ -212,6 +212,7 @@ def saved(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_every_number_and_kind_is_read_by_every_other(saved):
     contents, raw_entries = truth()
     for path in sorted(saved.glob("?-*")):

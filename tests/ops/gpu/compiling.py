@@ -1,9 +1,10 @@
 """Compile the launches that the interpreter's tests made, for a GPU that is not there: half of the kernels, or all.
 
-    python -m tests.ops.gpu.compiling LOG FIRST STEP FILE...
+    python -m tests.ops.gpu.compiling STAGE LOG FIRST STEP FILE...
 
-Triton gets a driver that only names a GPU, and never launches. Types are checked in every variant that is chosen, which
-takes hundredths of a second; machine code is made of one or two variants of each kernel, which takes ten times as long.
+Triton gets a driver that only names a GPU, and never launches. STAGE "types" checks types in every variant that is
+chosen, which takes hundredths of a second; "code" also makes machine code of one or two variants of each kernel, which
+takes ten times as long.
 Prints JSON: how many variants were compiled, by kernel, and what did not compile. LOG holds what is in progress, and
 what the compiler writes about it, should it end the process.
 """
@@ -166,7 +167,7 @@ def _shown(value: Any) -> str:
     return f"tiles {value['block']} of {value['tiles']}" if "tiles" in value else value["kind"]
 
 
-def main(log: Path, first: int, step: int, files: list[Path]) -> None:
+def main(stage: str, log: Path, first: int, step: int, files: list[Path]) -> None:
     """Compile every step-th kernel from a first one on, and print what came of it."""
     if reason := reason_against():
         print(json.dumps({"reason": reason}))
@@ -179,7 +180,7 @@ def main(log: Path, first: int, step: int, files: list[Path]) -> None:
     faults = []
     for kernel in kernels:
         found = [compile_launch(one, log, whole=False) for one in chosen[kernel]]
-        if not any(found):  # else that is enough to mend
+        if stage == "code" and not any(found):  # else that is enough to mend
             found = [compile_launch(one, log, whole=True) for one in largest_of_each_width(chosen[kernel])]
         wrong = [fault for fault in found if fault]
         faults += wrong[:_TOLD]
@@ -189,4 +190,4 @@ def main(log: Path, first: int, step: int, files: list[Path]) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), [Path(file) for file in sys.argv[4:]])
+    main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]), [Path(file) for file in sys.argv[5:]])
