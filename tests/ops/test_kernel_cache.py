@@ -5,6 +5,8 @@ import sys
 import textwrap
 from pathlib import Path
 
+import pytest
+
 MODULE = """
 from viviane.ops.native.kernels import kernel
 
