@@ -79,6 +79,18 @@ def test_clear_does_not_stop_the_server_to_free_memory(server: Valkey) -> None:
     tier.close()
 
 
+def test_a_single_server_has_few_hashes_and_clears_those_of_before(server: Valkey, tier: RedisTier) -> None:
+    assert tier.partitions == (24 if tier.cluster else 4)
+    name, keys = uuid4().hex, np.arange(1000)
+    before = RedisTier(server.address, name, LAYOUT, partitions=24)
+    before.put(keys, rows_of(keys))
+    after = RedisTier(server.address, name, LAYOUT)
+    after.clear()
+    assert before.num_rows() == 0
+    before.close()
+    after.close()
+
+
 def test_no_keys_and_the_last_of_equal_keys(tier: RedisTier) -> None:
     none = np.empty(0, np.int64)
     assert tier.fetch(none, LAYOUT.empty(0)).tolist() == []

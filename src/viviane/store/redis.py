@@ -20,6 +20,8 @@ from viviane.store.tier import SCAN_ROWS
 
 _BATCH_KEYS: Final = 16_384  # of a pipeline: requests and replies stay in the servers' buffers
 _MAX_PARTITIONS: Final = 16_384
+_CLUSTER_PARTITIONS: Final = 24
+_SERVER_PARTITIONS: Final = 4
 
 
 class RedisTier:
@@ -35,7 +37,8 @@ class RedisTier:
         table: name of the rows in the server.
         layout: of the rows.
         cluster: the address is of a cluster.
-        partitions: hashes; of a cluster at least 8 for each node.
+        partitions: hashes; of a cluster at least 8 for each node. None: 24 of a cluster, which spread over its nodes;
+            4 of a single server, which reads rows faster from few hashes.
         timeout_s: how long the server may be silent.
         tls: None: without encryption.
         max_rows: most rows; beyond them rows make room down to `resolution` of it (`make_room`). None: no bound.
@@ -54,7 +57,7 @@ class RedisTier:
         layout: RowLayout,
         *,
         cluster: bool = False,
-        partitions: int = 24,
+        partitions: int | None = None,
         timeout_s: float = 1.0,
         tls: TlsOptions | None = None,
         max_rows: int | None = None,
@@ -62,6 +65,8 @@ class RedisTier:
         resolution: float = 0.8,
         name: str = "redis",
     ) -> None:
+        if partitions is None:
+            partitions = _CLUSTER_PARTITIONS if cluster else _SERVER_PARTITIONS
         if not 1 <= partitions <= _MAX_PARTITIONS:
             raise ConfigError("partitions is out of range", value=partitions, allowed=f"1 to {_MAX_PARTITIONS}")
         self.name, self.layout, self.table = name, layout, table
@@ -69,7 +74,7 @@ class RedisTier:
         self.max_rows, self.eviction, self.resolution = max_rows, eviction, resolution
         self._timeout_s, self._tls = timeout_s, tls
         self._where = f"tier {name!r}, {address}, table {table!r}"
-        self._names = [f"{{vv1:{table}:p{i}}}".encode() for i in range(partitions)]
+        self._names = [self._name(i) for i in range(partitions)]
         self._counter = StatsCounter(layout.row_bytes)
         self._local = threading.local()
         self._all: list[RowConnection] = []
@@ -82,6 +87,9 @@ class RedisTier:
         self._rank_of = np.empty(0, np.int16)
         """Of each partition its place in `_by_node`."""
         self._find_nodes()
+
+    def _name(self, partition: int) -> bytes:
+        return f"{{vv1:{self.table}:p{partition}}}".encode()
 
     # Nodes ------------------------------------------------------------------------------------------------------
 
@@ -290,7 +298,8 @@ class RedisTier:
 
     def clear(self) -> None:
         """Remove all rows of the table."""
-        for name in self._names:
+        # Also those of an earlier number of partitions.
+        for name in self._names + [self._name(i) for i in range(self.partitions, _CLUSTER_PARTITIONS)]:
             for one in (name, name + b"t"):
                 self._ask(lambda one=one: self._client.unlink(one))  # DEL of a large hash stops the server for seconds
 

@@ -200,8 +200,8 @@ class RowConnection:
     def _receive(self) -> None:
         """Read more bytes behind those that were not parsed."""
         held = self._end - self._start
-        if self._start and self._end > len(self._buffer) // 2:
-            self._buffer[:held] = self._buffer[self._start : self._end].copy()
+        if self._start >= held:  # mostly less than a row: the front of the buffer stays in the processor's cache
+            self._buffer[:held] = self._buffer[self._start : self._end]
             self._start, self._end = 0, held
         if self._end == len(self._buffer):
             bigger = np.empty(2 * len(self._buffer), np.uint8)

@@ -44,6 +44,7 @@ class Scene:
         self.outcomes: dict[str, Counter[str]] = {}
         self.slowest_s: dict[str, float] = {}
         self.phase, self._ended = "before", threading.Event()
+        self._begun: dict[str, set[int]] = {}  # by phase the clients that have begun a request in it
         self._threads = [threading.Thread(target=self._ask, args=(i,)) for i in range(2)]
         for level in self.levels():
             level.breaker.pause_s = 0.05
@@ -61,6 +62,7 @@ class Scene:
         random, count = np.random.default_rng(seed), len(self.wanted)
         while not self._ended.is_set():
             phase, first = self.phase, int(random.integers(0, count))
+            self._begun.setdefault(phase, set()).add(seed)
             part = part_of(self.rows, first)
             before, start = self.degraded(), time.perf_counter()
             try:
@@ -82,10 +84,15 @@ class Scene:
             assert time.monotonic() < end, f"{phase}: {self.outcomes}"
             time.sleep(0.005)
 
-    def wait_until(self, condition: Callable[[], bool]) -> None:
+    def enter(self, phase: str) -> None:
+        """Begin a phase, and wait until all requests that began before it have ended."""
+        self.phase = phase
+        self.wait_until(lambda: len(self._begun.get(phase, ())) == len(self._threads), "a client does not go on")
+
+    def wait_until(self, condition: Callable[[], bool], otherwise: str = "the tier was not used again") -> None:
         end = time.monotonic() + 30
         while not condition():
-            assert time.monotonic() < end, "the tier was not used again"
+            assert time.monotonic() < end, otherwise
             time.sleep(0.01)
 
     def __enter__(self) -> Scene:
@@ -242,8 +249,9 @@ def run_case(scene: Scene, fault: Callable[[Scene], Any], requests: int, kind: s
     with scene:
         scene.wait_for("before", requests)
         with fault(scene):
-            scene.wait_for("changing", 2)  # requests that began before the fault
+            scene.enter("changing")
             scene.wait_for("fault", requests)
+            scene.enter("ending")
         scene.phase = "recovery"
         hits = sum(one.hits + one.misses for one in scene.levels(kind))
         scene.wait_until(lambda: sum(one.hits + one.misses for one in scene.levels(kind)) > hits

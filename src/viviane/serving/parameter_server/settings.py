@@ -73,7 +73,7 @@ class RedisSettings(Settings):
         instance: part of the rows' name there. Servers with one name share rows, which is for models without updates:
             a server with updates needs a name of its own.
         cluster: the address is of a cluster.
-        partitions: hashes a table; of a cluster at least 8 for each node.
+        partitions: hashes a table; of a cluster at least 8 for each node. None: 24 of a cluster, 4 of a single server.
         timeout_ms: how long it may be silent.
         tls: None: without encryption.
         max_rows: most rows of a table; others make room beyond it, beside lookups.
@@ -83,7 +83,7 @@ class RedisSettings(Settings):
     address: str
     instance: str = Field(default="shared", pattern=r"^[A-Za-z0-9_.-]{1,64}$")
     cluster: bool = False
-    partitions: int = Field(default=24, ge=1, le=16_384)
+    partitions: int | None = Field(default=None, ge=1, le=16_384)
     timeout_ms: float = Field(default=200, gt=0, le=60_000)
     tls: TlsSettings | None = None
     max_rows: int | None = Field(default=None, ge=1)
