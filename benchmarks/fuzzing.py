@@ -1,7 +1,8 @@
-"""Mutated files, stores and command lines, 10,000 of each: python benchmarks/fuzzing.py
+"""Mutated files, stores, command lines and requests to a server, 10,000 of each: python benchmarks/fuzzing.py
 
-Runs the slow tests of tests/hostile, which fail where one ends with anything but success or a VivianeError; keeps how
-many cases ran. `--log FILE` reads what such a run has printed.
+Runs the slow tests of tests/hostile and of tests/serving/test_server_fuzz.py, which fail where one ends with anything
+but success or a VivianeError, or over the network its status code; keeps how many cases ran. `--log FILE` reads what
+such a run has printed.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.log is None:
         chosen = ["-m", "not slow" if arguments.small else "slow"]
-        command = [sys.executable, "-m", "pytest", "-q", "-s", *chosen, str(ROOT / "tests" / "hostile")]
+        places = [str(ROOT / "tests" / one) for one in ("hostile", "serving/test_server_fuzz.py")]
+        command = [sys.executable, "-m", "pytest", "-q", "-s", *chosen, *places]
         done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)
         print(done.stdout)
         if done.returncode != 0:

@@ -9,7 +9,22 @@ from viviane.config import Adam, Solver
 from viviane.embedding.module_parts import collections_of, dense_parameters
 from viviane.model import Model
 from viviane.schema import Schema
-from viviane.zoo import BST, DCN, DIN, DLRM, NCF, PLE, DCNv2, DeepFM, MMoE, SharedBottom, TwoTower, WideDeep
+from viviane.zoo import (
+    BST,
+    DCN,
+    DIN,
+    DLRM,
+    HSTU,
+    NCF,
+    PLE,
+    DCNv2,
+    DeepFM,
+    MMoE,
+    SASRec,
+    SharedBottom,
+    TwoTower,
+    WideDeep,
+)
 
 MANY = Schema(
     labels=[{"name": "click"}],
@@ -35,6 +50,7 @@ BINARY = Schema(labels=[{"name": "click"}, {"name": "buy"}], dense=TASKS.dense, 
 PAIR = Schema(
     labels=[{"name": "click"}], categorical=[{"name": "user", "num_ids": 12}, {"name": "item", "num_ids": 43}]
 )
+NEXT = Schema(labels=[{"name": "click"}], categorical=[MANY.categorical[1], MANY.categorical[2]])
 
 ZOO = {
     "dlrm": (DLRM(dim=8, bottom_mlp=[16, 8], top_mlp=[16]), MANY),
@@ -49,6 +65,8 @@ ZOO = {
     "mmoe": (MMoE(dim=8, num_experts=3, expert_mlp=[16], tower_mlp=[8], combiner="mean"), BINARY),
     "ple": (PLE(dim=8, expert_mlp=[16], tower_mlp=[8]), BINARY),
     "two_tower": (TwoTower(dim=8, user=["user"], item=["item"]), PAIR),
+    "sasrec": (SASRec(dim=8, num_blocks=2), NEXT),
+    "hstu": (HSTU(dim=8, num_blocks=2), NEXT),
 }
 
 

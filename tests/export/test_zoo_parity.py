@@ -7,11 +7,16 @@ import pytest
 from export_models import ZOO, made, rows
 
 from viviane.export import FORMS, export, load
+from viviane.zoo import ZOO as REGISTERED
 
 FAST = {("dcn_v2", "torch-export"), ("din", "onnx"), ("mmoe", "torchscript")}
 CASES = [
     pytest.param(name, form, marks=[] if (name, form) in FAST else [pytest.mark.slow]) for name in ZOO for form in FORMS
 ]
+
+
+def test_every_reference_model_is_in_the_matrix() -> None:
+    assert {type(recipe) for recipe, _ in ZOO.values()} == set(REGISTERED.values())
 
 
 @pytest.mark.parametrize(("name", "form"), CASES)

@@ -127,6 +127,8 @@ def run(server, raw, seeds: range, each: int) -> None:
     assert statuses[200] > 0
     assert statuses[400] > 0
     assert codes["INVALID_ARGUMENT"] > 0
+    cases, accepted = statuses.total() + codes.total(), statuses[200] + codes["OK"]
+    print(f"\nmutated requests: {cases} cases, {accepted} accepted, {cases - accepted} refused")
     client = Http(server)
     assert client.post("/v1/models/deepfm:predict", {"instances": rows}).status == 200
     client.close()

@@ -22,6 +22,7 @@ from viviane.embedding.base import TableCollection
 from viviane.embedding.module_parts import collections_of
 from viviane.export.tables import FrozenCollection, FrozenEmbeddingBag, FrozenTables, GivenCollection, given
 from viviane.model import GraphModule
+from viviane.nn.next_item import NextItemSoftmax
 from viviane.schema import Schema
 from viviane.training.step.objective import Objective
 from viviane.training.step.precision import Precision
@@ -254,6 +255,8 @@ def freeze(
                     "bag.max_norm); bag.max_norm = None",
                 )  # fmt: skip
             part.__class__ = FrozenEmbeddingBag
+        elif isinstance(part, NextItemSoftmax):
+            part.scores_only = True
     copied.eval().requires_grad_(False)
     if dtype is not None:
         for part in copied.modules():

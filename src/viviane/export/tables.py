@@ -285,6 +285,15 @@ class FrozenCollection(nn.Module):
                     found[feature.name] = self._sum(part, feature, keys.bags[feature.name])
         return EmbeddingOutput(self._side_by_side(found), self.places, masks)
 
+    def all_rows(self, table: str) -> Tensor:
+        """Return all rows of a table that is not dynamic; see `EmbeddingCollection.all_rows`."""
+        part = self.parts[self._part_of[table]]
+        assert isinstance(part, FixedPart)
+        config = self.tables[table]
+        assert isinstance(config, TableConfig)
+        rows = torch.arange(config.num_rows, device=self.device).unsqueeze(1) + part.bases[table]
+        return part.vectors(rows, rows, self.output_dtype).squeeze(1)
+
     def _side_by_side(self, found: Mapping[str, Tensor]) -> Tensor:
         """Concatenate the features' vectors in order; adjacent vectors of one lookup are not copied."""
         whole = found.get("")
@@ -384,7 +393,16 @@ class GivenCollection(nn.Module):
         self.tables = dict(collection.tables)
         self.features: dict[str, FeatureConfig] = dict(collection.features)
         self.places = place_features(list(self.features.values()), self.tables)
-        self.width = collection.width
+        self.width, self.device = collection.width, collection.device
+
+    def all_rows(self, table: str) -> Tensor:
+        """Return no numbers in the shape of a table, which is no input: predictions do not read it, or become wrong.
+
+        The comparison with the model, without which no artifact is written, finds the latter.
+        """
+        config = self.tables[table]
+        assert isinstance(config, TableConfig)
+        return torch.full((1, 1), torch.nan, device=self.device).expand(config.num_rows, config.dim)
 
     @property
     def shape(self) -> tuple[int, ...]:

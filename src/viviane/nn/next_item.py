@@ -124,6 +124,8 @@ class NextItemSoftmax(Layer):
     Parameters = NextItemSoftmaxParameters
     id_inputs = (5,)
     changes_rows = True
+    scores_only = False
+    """Leave the sums of log p at zero: predictions do not need them, nor the catalogue."""
 
     def build(self, init: Initializer) -> list[Shape]:
         """Check the shapes."""
@@ -156,6 +158,9 @@ class NextItemSoftmax(Layer):
         """Return score and summed log probability of each row."""
         settings = cast(NextItemSoftmaxParameters, self.settings)
         length = states.shape[1]
+        if self.scores_only:
+            score = (as_float32(user) * as_float32(item)).sum(1, keepdim=True) / settings.temperature
+            return torch.cat([score, torch.zeros_like(score)], 1).to(states.dtype)
         with torch.autocast(states.device.type, enabled=False):
             u = as_float32(states) / settings.temperature
             vectors = as_float32(items).to(u.dtype)
