@@ -131,3 +131,10 @@ def test_dicts_columns_and_frames_agree(rows: list[tuple[int | None, str | None]
     dicts = [{"n": n, "t": t} for n, t in rows]
     columns = {"n": [n for n, _ in rows], "t": [t for _, t in rows]}
     assert as_table(dicts).to_pydict() == as_table(columns).to_pydict() == columns
+
+
+def test_sparse_matrices_are_refused() -> None:
+    sparse = pytest.importorskip("scipy.sparse")
+    for matrix in (sparse.csr_matrix(np.eye(3)), sparse.csc_array(np.eye(3))):
+        with pytest.raises(ConfigError, match="a sparse matrix is not supported"):
+            as_table(matrix, ["a", "b", "c"])

@@ -126,3 +126,13 @@ def test_booleans_are_described_as_such() -> None:
     assert [(one.kind, one.note) for one in found.columns[1:3]] == [
         ("boolean", "0 and 1"), ("number", "value, 2 exact values"),
     ]  # fmt: skip
+
+
+def test_a_column_without_any_value_is_ignored() -> None:
+    """pandas gives a column of None the type null."""
+    table = pa.table({"y": [0, 1] * 5, "none": pa.nulls(10), "b": list("abababcdcd")})
+    found = {one.name: (one.kind, one.note) for one in infer_config(table, ["y"]).columns}
+    assert found["none"] == ("ignored", "no value")
+    assert found["b"][0] == "category"
+    with pytest.raises(SchemaError, match="no column to learn from"):
+        infer_config(table.select(["y", "none"]), ["y"])

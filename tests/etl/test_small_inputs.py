@@ -1,6 +1,9 @@
 """What spares a small input its fixed costs gives the same bytes: rows held in memory, queries planned once."""
 
+import json
 import random
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -180,3 +183,17 @@ def test_the_gpu_engine_holds_too() -> None:
         counts = engine.count(picked.select(value=picked.value0).filter(picked.value0.notnull()))
     assert counts.to_pydict() == {"value": ["b", "a"], "count": [2, 1]}
     engine.close()
+
+
+def test_the_command_runs_without_torch(tmp_path: Path) -> None:
+    """Importing torch takes longer than the ETL of a small file."""
+    raw = raw_file(tmp_path / "raw.csv", rows=50)
+    (tmp_path / "etl.json").write_text(json.dumps(EVERYTHING.to_dict()))
+    program = (
+        "import sys; from typer.testing import CliRunner; from viviane.cli.main import app\n"
+        "done = CliRunner().invoke(app, sys.argv[1:]); assert done.exit_code == 0, done.output\n"
+        "assert 'torch' not in sys.modules and 'numba' not in sys.modules"
+    )
+    words = ["etl", str(raw), "--config", str(tmp_path / "etl.json"), "--output", str(tmp_path / "out")]
+    done = subprocess.run([sys.executable, "-c", program, *words], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

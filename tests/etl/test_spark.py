@@ -1,5 +1,6 @@
 """Spark against DuckDB: the same output, byte for byte, of everything the ETL learns, splits, derives and writes."""
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +43,11 @@ def _session(tmp_path_factory: pytest.TempPathFactory) -> Any:
         "spark.sql.shuffle.partitions": "3", "spark.sql.session.timeZone": "UTC",
     }.items():  # fmt: skip
         builder = builder.config(key, value)
-    session = builder.getOrCreate()
-    yield
-    session.stop()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYSPARK_PYTHON", sys.executable)
+        session = builder.getOrCreate()
+        yield
+        session.stop()
 
 
 def rows(num: int, seed: int, whole: bool) -> pa.Table:

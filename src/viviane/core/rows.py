@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, Final
 
 import numpy as np
 import pyarrow as pa
-import torch
 
 from viviane.core.errors import ConfigError, DataError, SchemaError
 
@@ -52,6 +52,17 @@ def as_table(rows: Any, names: Sequence[str] | None = None) -> pa.Table:
     return plain_table(table)
 
 
+def _is_tensor(value: Any) -> bool:
+    """Whether it is a torch tensor; does not import torch, which the ETL does not need otherwise."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.Tensor)
+
+
+def _is_torch_dataset(value: Any) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.utils.data.Dataset)
+
+
 def is_frame(rows: Any) -> bool:
     """Return whether rows have named columns, so that `as_table` needs no names.
 
@@ -63,7 +74,7 @@ def is_frame(rows: Any) -> bool:
         return rows.dtype.names is not None
     if isinstance(rows, list | tuple):
         return bool(rows) and isinstance(rows[0], Mapping | pa.Table | pa.RecordBatch)
-    return not isinstance(rows, torch.Tensor)
+    return not _is_tensor(rows)
 
 
 def is_table(rows: Any) -> bool:
@@ -79,7 +90,7 @@ def is_table(rows: Any) -> bool:
 
 def _whole(rows: Any, names: Sequence[str] | None) -> pa.Table | None:
     """Return the table of an object that contains all rows; None if it has to be iterated."""
-    if isinstance(rows, torch.Tensor):
+    if _is_tensor(rows):
         rows = rows.detach().cpu().numpy()
     if isinstance(rows, np.ndarray):
         return _of_array(rows, names)
@@ -100,6 +111,9 @@ def _of_parts(rows: Any, names: Sequence[str] | None) -> pa.Table:
     """Return the rows of an iterable: of dicts with one row each, or of parts that are tables."""
     if isinstance(rows, str | bytes):
         raise ConfigError("a string is not rows", value=repr(rows[:80]), allowed=FORMS, fix="read the file first")
+    if type(rows).__module__.startswith("scipy.sparse"):  # its rows are sparse matrices again
+        fix = "make it a dense array: X.toarray(); columns of ids need no one-hot encoding"
+        raise ConfigError("a sparse matrix is not supported", value=type(rows).__name__, allowed=FORMS, fix=fix)
     items = _items(rows)
     first = next(items, None)
     if first is None:
@@ -117,7 +131,7 @@ def _of_parts(rows: Any, names: Sequence[str] | None) -> pa.Table:
 
 
 def _items(rows: Any) -> Iterator[Any]:
-    if isinstance(rows, torch.utils.data.Dataset) and not isinstance(rows, Iterable):
+    if _is_torch_dataset(rows) and not isinstance(rows, Iterable):
         if not hasattr(rows, "__len__"):
             raise ConfigError("a torch Dataset without a length", value=type(rows).__name__, fix="give it __len__")
         return (rows[n] for n in range(len(rows)))
@@ -128,9 +142,9 @@ def _items(rows: Any) -> Iterator[Any]:
 
 def _is_batch(item: Mapping[str, Any]) -> bool:
     """Return whether a dict contains columns of several rows, as from a DataLoader, and not one row."""
-    return any(isinstance(value, np.ndarray | torch.Tensor) and value.ndim > 0 for value in item.values()) and all(
-        hasattr(value, "__len__") and not isinstance(value, str | bytes) for value in item.values()
-    )
+    return any(
+        (isinstance(value, np.ndarray) or _is_tensor(value)) and value.ndim > 0 for value in item.values()
+    ) and all(hasattr(value, "__len__") and not isinstance(value, str | bytes) for value in item.values())
 
 
 def _of_dicts(items: Iterable[Any]) -> pa.Table:
@@ -142,8 +156,9 @@ def _of_dicts(items: Iterable[Any]) -> pa.Table:
         for name in [one for one in item if one not in columns]:
             columns[str(name)] = [None] * number
         for name, values in columns.items():
-            value = item.get(name)
-            values.append(value.item() if isinstance(value, np.generic | torch.Tensor) and not value.ndim else value)
+            value: Any = item.get(name)
+            one = (isinstance(value, np.generic) or _is_tensor(value)) and not value.ndim
+            values.append(value.item() if one else value)
         count = number + 1
     # Order of the first row, then of first occurrence.
     return pa.table({name: _array(name, values) for name, values in columns.items()}) if count else pa.table({})
@@ -215,7 +230,7 @@ _OF_LIBRARY: Final[dict[str, Callable[[Any], pa.Table]]] = {
 
 
 def _array(name: str, values: Any, *, from_pandas: bool = False) -> Any:
-    if isinstance(values, torch.Tensor):
+    if _is_tensor(values):
         values = values.detach().cpu().numpy()
     if isinstance(values, np.ndarray) and values.ndim == 2:
         flat = pa.array(np.ascontiguousarray(values).reshape(-1))

@@ -155,7 +155,7 @@ def _lag(one: DifferenceLag | Neighbour, table: Any) -> dict[str, Any]:
     x = table[one.source]
     if isinstance(one, Neighbour):
         value = (x.lag if one.type == "lag" else x.lead)(one.shift).over(window)
-        return {"row": table[ROW], "value": ibis.ifelse(known, value, ibis.null(x.type()))}
+        return {"row": table[ROW], "value": ibis.ifelse(known, value, ibis.null())}  # Spark has no uint64 to cast to
     if x.type().is_integer():
         x = x.cast("decimal(38, 0)")  # exact beyond 2^53, and no overflow
     before = x.lag(one.shift).over(window)

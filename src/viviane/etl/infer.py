@@ -263,7 +263,7 @@ def _feature(
     kind = values.type
     if pa.types.is_nested(kind):
         return _list(name, kind, min_count, found)
-    distinct = pc.count_distinct(values, mode="only_valid").as_py()
+    distinct = 0 if pa.types.is_null(kind) else pc.count_distinct(values, mode="only_valid").as_py()
     if distinct < 2 and not (distinct == 1 and values.null_count):
         return InferredColumn(name, "ignored", "no value" if distinct == 0 else "one value")
     if pa.types.is_temporal(kind) and not pa.types.is_duration(kind) and not pa.types.is_time(kind):

@@ -9,10 +9,13 @@ Workers need this package, and see input and output under the same paths: one ma
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -204,7 +207,8 @@ def _start(
     for key, value in (wanted | dict(settings)).items():
         builder = builder.config(key, value)
     try:
-        session = builder.getOrCreate()
+        with _workers_like_this(master):
+            session = builder.getOrCreate()
     except Exception as error:  # pyspark raises a bare RuntimeError where Java is missing
         raise DataError(
             "Spark could not be started", where=f"master {master}", value=_first_words(error),
@@ -212,6 +216,20 @@ def _start(
         ) from error  # fmt: skip
     session.sparkContext.setLogLevel("ERROR")
     return session
+
+
+@contextmanager
+def _workers_like_this(master: str | None) -> Iterator[None]:
+    """Let workers of this machine run the interpreter that runs this; Spark's choice would be any `python3`."""
+    name = "PYSPARK_PYTHON"
+    ours = name not in os.environ and (master or "").startswith("local")
+    if ours:
+        os.environ[name] = sys.executable
+    try:
+        yield
+    finally:
+        if ours:
+            del os.environ[name]
 
 
 def _arrow_types(expression: Any) -> dict[str, pa.DataType]:
