@@ -1,11 +1,15 @@
 import math
+import re
 import xml.etree.ElementTree as ET
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from viviane import report
 from viviane.report.chart import Line, bar_chart, line_chart, share_bar
+from viviane.report.panels import WHOLE
 from viviane.report.scale import Scale, short, span, thin
 
 
@@ -90,3 +94,15 @@ def test_shares_add_up_to_the_width():
 @pytest.mark.parametrize(("value", "text"), [(-1500, "-1.5k"), (999, "999"), (0.1234567, "0.1235"), (2.5e9, "2.5G")])
 def test_short_numbers(value, text):
     assert short(value) == text
+
+
+def test_on_a_phone_wide_charts_with_text_scroll_and_bars_without_text_do_not():
+    style = (Path(report.__file__).parent / "style.css").read_text()
+    (start, end), *more = re.findall(r'svg\[viewBox\^="(.+)"\]:not\(\[viewBox\$="(.+)"\]\) \{ min-width', style)
+    assert not more
+    wide = line_chart([Line("x", [(0.0, 1.0), (1.0, 2.0)])], x_label="step", y_label="loss", width=WHOLE)
+    assert f'viewBox="{start}' in wide
+    assert f'{end}"' not in wide.partition(">")[0]
+    bar = share_bar([("a", 1.0), ("b", 3.0)], unit="s").partition(">")[0]
+    assert f'viewBox="{start}' in bar
+    assert f'{end}"' in bar
