@@ -28,7 +28,7 @@ ONE_GPU = (
 )
 SEVERAL_GPUS = (
     "tests/parallel/test_exchange_gpu.py tests/training/test_captured_group_cuda.py "
-    "tests/training/test_group_failure_cuda.py"
+    "tests/training/test_group_failure_cuda.py tests/training/test_group_tiers.py"
 )
 
 
