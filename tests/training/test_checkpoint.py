@@ -222,6 +222,17 @@ def test_the_newest_and_the_best_stay(tmp_path):
     assert lower.best_path() == tmp_path / "step-00000005"
 
 
+@pytest.mark.parametrize("higher", [True, False])
+def test_of_equal_scores_the_earlier_checkpoint_is_the_best(tmp_path, higher):
+    trainer = trained()
+    store = CheckpointStore(tmp_path, keep=9, higher_is_better=higher)
+    for step in (1, 2, 3):
+        place = trainer.place()
+        place.step, place.values["score"] = step, 0.5
+        store.save(trainer.module, trainer.stepper.optimizer, place)
+    assert store.best_path() == tmp_path / "step-00000001"
+
+
 def test_leftovers_that_are_ours_are_cleaned_and_others_stay(tmp_path):
     for name in (".step-00000004.abc.tmp", ".step-00000003.removed.old", ".mine.tmp", "step-notes"):
         (tmp_path / name).mkdir()
