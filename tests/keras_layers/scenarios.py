@@ -330,6 +330,43 @@ def regularizer():
     return {"rows": layer.get_weights()[0].ravel().tolist()}
 
 
+def rate_of_the_model():
+    """Layers without a rate take that of the model's optimizer, and keep the rest of what they were given."""
+    out = {}
+    for name, given in (("regularizer", None), ("settings", SGD(weight_decay=0.5))):
+        l2 = keras.regularizers.L2(0.25) if given is None else None
+        layer = vk.Embedding(5, 1, embeddings_initializer="ones", optimizer=given, embeddings_regularizer=l2)
+        keys = keras.Input((1,), dtype="int32")
+        model = keras.Model(keys, keras.layers.Flatten()(layer(keys)))
+        model.compile(keras.optimizers.SGD(0.5), "mse")
+        vk.follow_optimizer(model)
+        model.fit(np.array([[2]]), np.array([[1.0]]), verbose=0)
+        out[name] = layer.get_weights()[0].ravel().tolist()
+    return out
+
+
+def fit_again():
+    """The step of `vk.fit` is traced once for a model, and again when it is compiled."""
+    traced = []
+
+    def loss(wanted, found):
+        traced.append(1)
+        return keras.ops.mean(keras.ops.square(wanted - found))
+
+    out = []
+    for calls, epochs in ((1, 2), (2, 1)):
+        model, layer = network("own", optimizer := keras.optimizers.SGD(0.1))
+        model.compile(optimizer, loss, jit_compile=BACKEND != "torch")
+        counts = []
+        for _ in range(calls):
+            vk.fit(model, KEYS[:64], LABELS[:64], batch_size=16, epochs=epochs, shuffle=False, verbose=0)
+            counts.append(len(traced))
+        out.append(layer.get_weights()[0])
+    model.compile(optimizer, loss, jit_compile=BACKEND != "torch")
+    vk.fit(model, KEYS[:64], LABELS[:64], batch_size=16, verbose=0)
+    return {"new": counts[1] - counts[0], "compiled": len(traced) - counts[1], "same": bool((out[0] == out[1]).all())}
+
+
 def jit():
     """jit_compile=True."""
     if BACKEND == "torch":
@@ -394,7 +431,8 @@ def strings():
 SCENARIOS = [
     sgd, sgd_twice, adagrad, adam, momentum, shared, schedule, rate_callback, epochs, lost_update, undifferentiated,
     evaluation, frozen, saving, summary, sixteen_bits, mixed, dynamic, bags, keras_rs_configs, own_configs,
-    out_of_range, regularizer, jit, unaligned, dataset, strings, partly_lost, outside_of_training, persistent_tape,
+    out_of_range, regularizer, rate_of_the_model, fit_again, jit, unaligned, dataset, strings, partly_lost,
+    outside_of_training, persistent_tape,
     weights_in_memory, rate_after_loading, ways_to_run, fast_metrics, wide_keys, refused_keys,
     refused_in_training, taken_keys, mixed_types, fit_options, fit_refusals, several_devices,
 ]  # fmt: skip

@@ -157,6 +157,19 @@ def test_l2_moves_touched_rows_alone(backend: str) -> None:
     assert result(backend, "regularizer")["rows"] == [1.0, 1.0, 0.75, 1.0, 1.0]
 
 
+def test_layers_without_a_rate_take_that_of_the_model(backend: str) -> None:
+    moved = [1.0, 1.0, 0.75, 1.0, 1.0]  # by the decay alone
+    assert result(backend, "rate_of_the_model") == {"regularizer": moved, "settings": moved}
+
+
+def test_the_fast_step_is_compiled_once_for_a_model(backend: str) -> None:
+    found = result(backend, "fit_again")
+    assert found["same"]
+    assert found["compiled"] > 0
+    if backend != "torch":  # which runs the step as it is
+        assert found["new"] == 0
+
+
 def test_jit_compile(backend: str) -> None:
     found = result(backend, "jit")
     if backend != "torch":  # on TensorFlow Keras leaves XLA off for the layer form, and says so

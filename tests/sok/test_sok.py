@@ -12,7 +12,20 @@ SCRIPTS = Path(__file__).parent / "scripts"
 
 
 @pytest.mark.parametrize(
-    "script", ["dense_demo", "dlrm", "dcn", "dynamic_files", "experiment", "legacy_dense", "legacy_sparse"]
+    "script",
+    [
+        "dense_demo",
+        "dlrm",
+        "dcn",
+        "dynamic_files",
+        "experiment",
+        "legacy_dense",
+        "legacy_sparse",
+        "weighted_bags",
+        "dump_and_go_on",
+        "binary_dcn",
+        "keras_deepfm",
+    ],
 )
 def test_scripts_of_sok_run_and_learn(script: str, tmp_path: Path) -> None:
     if script.startswith("legacy"):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import sys
+from importlib.util import find_spec
 from types import ModuleType
 
 from viviane.core.errors import MissingExtraError
@@ -23,3 +25,14 @@ def require(module: str, *, extra: str, purpose: str) -> ModuleType:
             value=str(error),
             fix=f"pip install 'viviane[{extra}]'",
         ) from error
+
+
+def triton_loads() -> bool:
+    """Whether Triton can be imported: after TensorFlow, whose LLVM is visible to all libraries, it ends the process."""
+    return "triton" in sys.modules or "tensorflow" not in sys.modules
+
+
+def import_triton_first() -> None:
+    """Import Triton, where it is installed, before a caller imports TensorFlow; afterwards it is too late."""
+    if triton_loads() and find_spec("triton") is not None:
+        importlib.import_module("triton")

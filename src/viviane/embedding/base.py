@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,9 @@ from viviane.embedding.dynamic_config import AnyTable
 from viviane.embedding.output import EmbeddingOutput
 from viviane.embedding.state import TableState, TableSummary
 from viviane.embedding.table_storage import StorageLookup, TableStorage
+
+Handover: TypeAlias = Callable[[Tensor], None]
+"""Takes the gradient (B, W) of a lookup."""
 
 
 class TableCollection(nn.Module, ABC):
@@ -52,6 +56,16 @@ class TableCollection(nn.Module, ABC):
     @abstractmethod
     def forward(self, batch: Batch | Mapping[str, Bag | Tensor]) -> EmbeddingOutput:
         """Look a batch up."""
+
+    def look_up_apart(self, batch: Batch | Mapping[str, Bag | Tensor]) -> tuple[Tensor, Handover | None]:
+        """Look a batch up in training, apart from the caller's autograd.
+
+        Returns:
+            the vectors (B, W), and what takes their gradient, to be called once before `step`; None: no table moves.
+        """
+        with torch.enable_grad():
+            flat = self.forward(batch).flat
+        return flat.detach(), flat.backward if flat.requires_grad else None
 
     @abstractmethod
     def settle_rows(self) -> None:

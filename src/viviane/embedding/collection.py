@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -13,7 +14,7 @@ from viviane.batch import Batch
 from viviane.config.optimizers import AnyOptimizer
 from viviane.core.device import resolve_device
 from viviane.core.errors import ConfigError, DataError, VivianeError, suggest
-from viviane.embedding.base import LocalCollection
+from viviane.embedding.base import Handover, LocalCollection
 from viviane.embedding.batch_keys import AnyKeys, read_keys
 from viviane.embedding.buffers import Buffers, Memory, WideRows, autocast_buffers, output_memory
 from viviane.embedding.cache_sizes import CacheSettings
@@ -38,7 +39,9 @@ from viviane.embedding.lookup import (
     OneHotPlan,
     arrive,
     gather,
+    hand_over,
     place_features,
+    prepare,
     settle,
     whole_table,
 )
@@ -220,6 +223,23 @@ class EmbeddingCollection(LocalCollection):
         else:
             flat = self._gather(parts, size, memory)
         return EmbeddingOutput(flat, self._places, masks, wide)
+
+    @torch.no_grad()
+    def look_up_apart(self, batch: AnyKeys) -> tuple[Tensor, Handover | None]:
+        """Look a batch up in training without autograd: its two passes through the engine cost more than small lookups.
+
+        Returns:
+            the vectors (B, W), and what takes their gradient, to be called once before `step`; None: no table moves.
+        """
+        if self.gradient_watch is not None or torch.compiler.is_compiling():
+            return super().look_up_apart(batch)  # type: ignore[arg-type]  # forward takes more
+        size, parts, _ = self._resolved(batch, self.training)
+        arrive(parts)
+        moves = any(part.tables for part in parts)
+        if moves:
+            prepare(parts, size, self._width)
+        flat = gather(parts, size, self._width, self._output_memory(self.device)[0])
+        return flat, partial(hand_over, parts) if moves else None
 
     def all_rows(self, table: str) -> Tensor:
         """Return all rows of a table that is not dynamic, (num_rows, dim), as a lookup of every key would."""

@@ -11,7 +11,7 @@ import itertools
 import math
 import threading
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from torch import Tensor
 from viviane.batch import Bag, Batch, Layout
 from viviane.core.errors import ConfigError, DataError, VivianeError
 from viviane.core.logging import get_logger
-from viviane.embedding.base import TableCollection
+from viviane.embedding.base import Handover, TableCollection
 from viviane.embedding.dynamic_storage import DynamicStorage
 
 _MOST_WAITING: Final = 64
@@ -27,6 +27,8 @@ _log = get_logger("embedding")
 
 
 _numbers = itertools.count()
+_Lookup: TypeAlias = tuple[Handover | None, torch.Size, torch.dtype]
+"""What takes the gradient of a lookup, if anything does, and the shape and type that it has to have."""
 
 
 class LostUpdateError(VivianeError, RuntimeError):
@@ -66,7 +68,8 @@ class ExternalLookups:
         self.num_updates = 0
         """Steps of the collection so far."""
         self._lock = threading.RLock()
-        self._waiting: dict[int, Tensor] = {}
+        self._dynamic = [one for one in collection.all_storages() if isinstance(one, DynamicStorage)]
+        self._waiting: dict[int, _Lookup] = {}
         self._handed = 0
         self._next = 0
 
@@ -91,14 +94,14 @@ class ExternalLookups:
         Raises:
             LostUpdateError: too many lookups wait for their gradients, or some of a step whose other gradients came.
         """
-        with self._lock, torch.enable_grad():
-            if len(self._waiting) >= _MOST_WAITING or (self._waiting and self._handed):
+        with self._lock:
+            if self._waiting and (self._handed or len(self._waiting) >= _MOST_WAITING):
                 self._lost()
-            flat = self.collection(keys).flat
+            flat, take = self.collection.look_up_apart(keys)
             self._let_go()
             number, self._next = self._next, (self._next + 1) % 2**31
-            self._waiting[number] = flat
-            return number, flat.detach()
+            self._waiting[number] = take, flat.shape, flat.dtype
+            return number, flat
 
     def end(self, number: int, gradient: Tensor, lr: float, scale: float = 1.0) -> None:
         """Bring the gradient (B, W) of a lookup; the last one that is awaited makes the step.
@@ -111,17 +114,23 @@ class ExternalLookups:
                 not 1, the step is left out, as under loss scaling all steps with an overflow are.
         """
         with self._lock:
-            flat = self._waiting.pop(number, None)
-            if flat is None:
+            found = self._waiting.pop(number, None)
+            if found is None:
                 raise LostUpdateError(
                     "a gradient came for a lookup that does not wait for one", where=self.where, value=number,
                     fix="differentiate each training step once",
                 )  # fmt: skip
-            if flat.requires_grad and self._usable(gradient, scale):
-                whole = gradient.to(flat.dtype)
+            take, shape, dtype = found
+            if take is not None and self._usable(gradient, scale):
+                if gradient.shape != shape:
+                    raise DataError(
+                        "a gradient does not fit its lookup", where=self.where, value=tuple(gradient.shape),
+                        allowed=str(tuple(shape)),
+                    )  # fmt: skip
+                whole = gradient.to(dtype)
                 if self._waiting:  # it is kept until the step, and may be memory of the caller
                     whole = whole.clone()
-                flat.backward(whole)  # type: ignore[no-untyped-call]
+                take(whole)
                 self._handed += 1
             if not self._waiting:
                 self._step(lr, scale)
@@ -175,9 +184,8 @@ class ExternalLookups:
 
     def _let_go(self) -> None:
         # Frameworks call from any of their threads; the lock above keeps lookups and steps in order.
-        for storage in self.collection.all_storages():
-            if isinstance(storage, DynamicStorage):
-                storage.lock.free()
+        for storage in self._dynamic:
+            storage.lock.free()
 
     def _lost(self) -> None:
         count, handed = len(self._waiting), self._handed
@@ -240,9 +248,9 @@ class KeyColumns:
             own = None if weights is None else weights[:, start : start + length]
             bags[name] = self._bag(name, keys[:, start : start + length], own)
             start += length
-        one_hot = keys[:, : len(self.one_hot)].contiguous()
+        one_hot = keys if not self.bags else keys[:, : len(self.one_hot)]
         nothing = torch.empty(len(keys), 0)
-        return Batch(self._layout, nothing, nothing, one_hot, bags)
+        return Batch(self._layout, nothing, nothing, one_hot.contiguous(), bags)
 
     def _bag(self, name: str, keys: Tensor, weights: Tensor | None) -> Bag:
         size, length = keys.shape

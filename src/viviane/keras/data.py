@@ -21,12 +21,14 @@ _PADDING = 0
 class Batches(keras.utils.PyDataset):
     """A data set's batches in the reader's order, for Keras; made by `batches`."""
 
-    def __init__(self, dataset: Dataset, columns: str, lengths: Mapping[str, int], **reader: Any) -> None:
+    def __init__(
+        self, dataset: Dataset, columns: str, lengths: Mapping[str, int], first_epoch: int, **reader: Any
+    ) -> None:
         super().__init__(workers=1, use_multiprocessing=False)
         self._dataset, self._columns, self._lengths = dataset, columns, dict(lengths)
         self._reader = dataset.reader(**reader)
         self._iterator: Iterator[Batch] | None = None
-        self._epoch = 0
+        self._epoch = first_epoch
         self._last: tuple[int, tuple[Any, ...]] = (-1, ())
 
     def __len__(self) -> int:
@@ -57,6 +59,7 @@ def batches(
     lengths: Mapping[str, int] | None = None,
     shuffle: bool = True,
     seed: int = 0,
+    first_epoch: int = 0,
 ) -> Batches:
     """Return a data set's batches as Keras reads them: (inputs, labels), with sample weights where there are some.
 
@@ -68,6 +71,7 @@ def batches(
         lengths: of each bag feature, L: shorter bags are padded with id 0, longer ones are an error.
         shuffle: in an order that depends on seed and epoch.
         seed: of the order.
+        first_epoch: whose order comes first, for training that is resumed.
 
     Example:
         >>> import tempfile
@@ -86,7 +90,7 @@ def batches(
         )
     if columns not in ("names", "matrices"):
         raise ConfigError("no such layout", value=columns, allowed="'names', 'matrices'")
-    return Batches(dataset, columns, lengths or {}, batch_size=batch_size, shuffle=shuffle, seed=seed)
+    return Batches(dataset, columns, lengths or {}, first_epoch, batch_size=batch_size, shuffle=shuffle, seed=seed)
 
 
 def to_keras(batch: Batch, columns: str, lengths: Mapping[str, int]) -> tuple[Any, ...]:

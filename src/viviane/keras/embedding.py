@@ -56,9 +56,7 @@ class OneTable(TableLayer):
         self.row_dtype, self.table_name, self.out_of_range = row_dtype, table_name, out_of_range
         self.dynamic = DynamicOptions(**dynamic) if isinstance(dynamic, dict) else dynamic
         self.key_dtype = key_type(key_dtype, self.dynamic is not None, self.where)
-        self.rule = Rule(
-            regularized(self.rule.settings, self.embeddings_regularizer, self.where), self.rule.rate, self.rule.source
-        )
+        self.rule = self._own_rule(self.rule)
         self._table()  # wrong settings are refused here
 
     @property
@@ -77,6 +75,10 @@ class OneTable(TableLayer):
             name=self._name, dim=self.output_dim, dtype=self.row_dtype, padding_id=padding_id,
             init=law_of_rows(self.embeddings_initializer, self.where), **self.dynamic.model_dump(exclude_unset=True),
         )  # fmt: skip
+
+    def _own_rule(self, rule: Rule) -> Rule:
+        settings = regularized(rule.settings, self.embeddings_regularizer, self.where)
+        return Rule(settings, rule.rate, rule.source)
 
     def _with_rule(self, tables: Sequence[AnyTable]) -> list[AnyTable]:
         if self.dynamic is None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, Final
 from weakref import WeakValueDictionary
 
@@ -42,6 +42,9 @@ _TYPES: Final = {
     12: torch.float64, 16: torch.bfloat16,
 }  # fmt: skip
 _EXTENSION_METADATA: Final = 1
+_MOST_TENSORS: Final = 256
+_Words = ctypes.c_int64 * _WORDS
+_Int, _Float = ctypes.c_int32, ctypes.c_float
 _FAILED: Final = 13  # XLA_FFI_Error_Code_INTERNAL
 
 _served: WeakValueDictionary[int, ExternalLookups] = WeakValueDictionary()
@@ -89,46 +92,53 @@ def _check(tensors: Sequence[Tensor], number: int) -> None:
 def _serve(frame: int, address: int) -> int:
     """Serve a call; returns 0, or XLA's error."""
     try:
-        words = (ctypes.c_int64 * _WORDS).from_address(address)
-        if words[1] < 0:
+        words = _Words.from_address(address)
+        num_inputs = words[1]
+        if num_inputs < 0:
             raise ConfigError("XLA lays calls out in another way", fix="install the jax that viviane[jax] allows")
-        tensors = _tensors(words)
         number, kind = divmod(words[0], _KINDS)
+        listed = words[3 : 3 + (num_inputs + words[2]) * _BUFFER]
+        if kind == END:
+            _end(lookups_of(number), listed)
+            return 0
+        tensors = [_tensor(*listed[i : i + _BUFFER]) for i in range(0, len(listed), _BUFFER)]
         if kind == CHECK:
             _check(tensors, number)
             return 0
         lookups = lookups_of(number)
         assert lookups.columns is not None
-        if kind == END:
-            waiting, gradient, rate, token, zero = tensors
-            scale = 1.0 / float(token) if float(token) else 1.0
-            lookups.end(int(waiting), gradient, checked_rate(rate, lookups.where), scale)
-            zero.zero_()
-            return 0
-        inputs = tensors[1 : words[1]]  # the first is the anchor
+        inputs = tensors[1:num_inputs]  # the first is the anchor
         if kind == BEGIN:
             inputs = [one.clone() for one in inputs]  # the update reads them, when XLA has used the memory again
         if kind == REFUSE:
             raise lookups.undifferentiated()
         batch = lookups.columns.batch(*inputs)
-        out = tensors[words[1]]
+        out = tensors[num_inputs]
         if kind == READ:
             out.copy_(lookups.read(batch))
             return 0
         found, flat = lookups.begin(batch)
         out.copy_(flat)
-        tensors[words[1] + 1].fill_(found)
+        _Int.from_address(listed[(num_inputs + 1) * _BUFFER]).value = found
         return 0
     except BaseException as error:
         return _error(frame, f"{type(error).__name__}: {error}")
 
 
-def _tensors(words: Any) -> list[Tensor]:
-    tensors = []
-    for i in range(words[1] + words[2]):
-        address, kind, rank, *shape = words[3 + i * _BUFFER : 3 + (i + 1) * _BUFFER]
-        tensors.append(tensor_at(address, _TYPES[kind], shape[:rank]))
-    return tensors
+def _end(lookups: ExternalLookups, listed: Sequence[int]) -> None:
+    """Bring the gradient of a lookup: given its number, the gradient, the rate and the loss scale, return a zero."""
+    waiting, rate, token, zero = listed[0], *listed[2 * _BUFFER :: _BUFFER]
+    scale = _Float.from_address(token).value
+    own = checked_rate(_Float.from_address(rate).value, lookups.where)
+    gradient = _tensor(*listed[_BUFFER : 2 * _BUFFER])
+    lookups.end(_Int.from_address(waiting).value, gradient, own, 1.0 / scale if scale else 1.0)
+    _Float.from_address(zero).value = 0.0
+
+
+@lru_cache(_MOST_TENSORS)
+def _tensor(address: int, kind: int, rank: int, rows: int, columns: int) -> Tensor:
+    """Return a buffer as a tensor, to be used during calls alone; XLA uses the same memory over and over."""
+    return tensor_at(address, _TYPES[kind], (rows, columns)[:rank])
 
 
 class _ErrorArguments(ctypes.Structure):

@@ -6,6 +6,7 @@ numbers are those of `model.fit`.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from importlib import import_module
 from typing import Any, Final
@@ -18,6 +19,7 @@ from viviane.keras.keys import refuse_cut
 from viviane.keras.layer import TableLayer, table_layers
 
 _BATCH_SIZE: Final = 32
+_KEPT: Final = "_viviane_trainer"
 
 
 class FastTrainer:
@@ -188,7 +190,7 @@ def fit(
     prefetch: int = 2,
     seed: int = 0,
 ) -> Any:
-    """Train as `model.fit` does, with the tables' lookups and updates around the compiled step.
+    """Train as `model.fit` does, with the tables' lookups and updates around the step, which is compiled once.
 
     Args:
         model: see `FastTrainer`.
@@ -209,7 +211,7 @@ def fit(
     Raises:
         ConfigError: an option is out of range, or has no meaning for these data.
     """
-    trainer = FastTrainer(model, jit_compile=jit_compile)
+    trainer = _trainer_of(model, jit_compile)
     _check_numbers(
         batch_size=batch_size, steps_per_epoch=steps_per_epoch, validation_steps=validation_steps,
         validation_batch_size=validation_batch_size, epochs=epochs, initial_epoch=initial_epoch, prefetch=prefetch,
@@ -245,6 +247,26 @@ def fit(
         feed.close()
     calls.on_train_end(logs)
     return model.history
+
+
+def _trainer_of(model: Any, jit_compile: bool | None) -> FastTrainer:
+    """Return the trainer of the last call, whose step is compiled, where nothing that the step contains is another."""
+    before, trainer = vars(model).get(_KEPT, ((), None))
+    parts = _parts_of_step(model, jit_compile)
+    if trainer is not None and len(parts) == len(before) and all(map(operator.is_, parts, before)):
+        return trainer  # type: ignore[no-any-return]
+    trainer = FastTrainer(model, jit_compile=jit_compile)
+    # Not by setattr, which Keras and torch watch for layers.
+    vars(model)[_KEPT] = _parts_of_step(model, jit_compile), trainer  # by now its layers follow an optimizer
+    return trainer
+
+
+def _parts_of_step(model: Any, jit_compile: bool | None) -> tuple[Any, ...]:
+    """Return what a compiled step is made of: other objects make another step."""
+    compiled = (model.optimizer, model.loss, model._compile_loss, model._compile_metrics)
+    options = (jit_compile, model.jit_compile, model.run_eagerly, model.steps_per_execution)
+    rules = (layer.rule for layer in table_layers(model))
+    return (*compiled, *options, *rules, *model.trainable_variables)
 
 
 class _Validation:

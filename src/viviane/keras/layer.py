@@ -90,6 +90,10 @@ class TableLayer(keras.layers.Layer):
     def _fill(self, collection: TableCollection) -> None:
         """Put initial rows into new tables, where Keras draws them."""
 
+    def _own_rule(self, rule: Rule) -> Rule:
+        """Return an optimizer's rule with what the layer adds to it."""
+        return rule
+
     def _with_rule(self, tables: Sequence[AnyTable]) -> list[AnyTable]:
         """Return the tables' settings as the layer's optimizer wants them."""
         return list(tables)
@@ -179,19 +183,21 @@ class TableLayer(keras.layers.Layer):
         raise NotImplementedError
 
     def follow(self, optimizer: Any) -> None:
-        """Take the rate from an optimizer, now and whenever a callback sets it; arithmetic stays what it is.
+        """Take the rate from an optimizer, now and whenever a callback sets it; arithmetic that is given stays.
 
         Raises:
             ConfigError: the optimizer has other arithmetic.
         """
         rule = rule_of(optimizer, self.where)
-        if self.rule.rate is None:
+        if self.rule.rate is None and self.held.optimizer is None:
             if self._lookups is not None:
                 raise ConfigError(
                     "the layer has been used without an optimizer", where=self.where,
                     fix="call follow_optimizer(model) right after compile(), or pass optimizer=... to the layer",
                 )  # fmt: skip
-            self.rule, self.held = rule, Held(optimizer)
+            self.rule, self.held = self._own_rule(rule), Held(optimizer)
+        elif self.rule.rate is None:  # Viviane's settings without a rate: their arithmetic, with this optimizer's rate
+            pass
         elif callable(rule.rate) != callable(self.rule.rate):
             raise ConfigError("a rate cannot replace a schedule, or a schedule a rate", where=self.where)
         self.rule = Rule(self.rule.settings, rule.rate, rule.source)
@@ -302,7 +308,8 @@ def follow_optimizer(model: Any) -> None:
     """Let all table layers of a compiled model follow its optimizer's learning rate.
 
     Layers that were given the model's optimizer follow it already, after `load_model` too. This is for layers without
-    an optimizer, and for those that were given another object with the same arithmetic.
+    an optimizer, for those that were given another object with the same arithmetic, and for those with Viviane's
+    settings without a rate, such as `viviane.Adam(weight_decay=1e-4)`, after `load_model` again.
     """
     for layer in table_layers(model):
         layer.follow(model.optimizer)

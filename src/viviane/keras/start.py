@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Final
 
 from viviane.core.json_files import read_json_object
-from viviane.core.optional import require
+from viviane.core.optional import import_triton_first, require
 
 _DEFAULT: Final = "tensorflow"
 
@@ -33,4 +33,5 @@ def load_keras() -> ModuleType:
         named = read_json_object(settings).get("backend", _DEFAULT) if settings.is_file() else _DEFAULT
         if named == _DEFAULT:
             os.environ["KERAS_BACKEND"] = "torch"
+    import_triton_first()
     return require("keras", extra="keras", purpose="viviane.keras")

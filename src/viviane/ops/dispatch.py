@@ -21,6 +21,7 @@ from types import ModuleType
 import torch
 
 from viviane.core.errors import ConfigError, MissingExtraError
+from viviane.core.optional import triton_loads
 
 CHOICES = ("auto", "reference", "cpu", "gpu")
 VARIABLE = "VIVIANE_OPS"
@@ -126,7 +127,13 @@ def load(operation: str, name: str) -> ModuleType:
 
     Raises:
         MissingExtraError: its library is absent.
+        ConfigError: it is Triton, which cannot be imported any more.
     """
+    if name == "gpu" and not triton_loads():
+        raise ConfigError(
+            "TensorFlow was imported before Triton, which would end the process now", where=operation,
+            fix="import viviane.keras or viviane.tensorflow before tensorflow and keras",
+        )  # fmt: skip
     try:
         return importlib.import_module(f"viviane.ops.{operation}.{name}")
     except ImportError as error:

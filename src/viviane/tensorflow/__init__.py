@@ -5,6 +5,7 @@ import viviane.tensorflow as sok
 
 from __future__ import annotations
 
+from viviane.core.optional import import_triton_first
 from viviane.tensorflow.files import dump, load
 from viviane.tensorflow.legacy import (
     All2AllDenseEmbedding,
@@ -17,7 +18,7 @@ from viviane.tensorflow.legacy import (
     split_embedding_variable_from_others,
     tf,
 )
-from viviane.tensorflow.lookup import all2all_dense_embedding, lookup_sparse
+from viviane.tensorflow.lookup import all2all_dense_embedding, lookup_sparse, sparse_read_and_evict
 from viviane.tensorflow.optimizer import SGD, OptimizerWrapper
 from viviane.tensorflow.processes import init, num_gpus, rank, set_comm_tool, size
 from viviane.tensorflow.run import run_script
@@ -29,6 +30,8 @@ from viviane.tensorflow.variables import (
     filter_variables,
     incremental_model_dump,
 )
+
+import_triton_first()  # TensorFlow is imported at first use
 
 __all__ = [
     "SGD",
@@ -56,6 +59,7 @@ __all__ = [
     "run_script",
     "set_comm_tool",
     "size",
+    "sparse_read_and_evict",
     "split_embedding_variable_from_others",
     "tf",
 ]

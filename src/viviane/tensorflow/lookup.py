@@ -6,7 +6,7 @@ Shapes: B rows of the batch, N keys, D numbers a row.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,6 +17,21 @@ from viviane.tensorflow.tables import Table
 from viviane.tensorflow.variables import plain_python, table_of, tensorflow
 
 _TYPES = {"int32": torch.int32, "int64": torch.int64, "float32": torch.float32}
+
+
+class _Parts(NamedTuple):
+    """Keys (N,), row splits (B + 1,), weights (N,) or None, and what has to be equal of both where it is not known."""
+
+    values: Any
+    splits: Any
+    weights: Any = None
+    structures: tuple[Any, ...] = ()
+
+    @property
+    def tensors(self) -> list[Any]:
+        """Return all, in the order in which the host takes them."""
+        own = [] if self.weights is None else [self.weights]
+        return [self.values, self.splits, *own, *self.structures]
 
 
 def _as_torch(array: np.ndarray[Any, Any]) -> torch.Tensor:
@@ -39,12 +54,13 @@ def lookup_sparse(
     Args:
         params: a variable, or a list.
         sp_ids: for each, a tf.RaggedTensor or tf.SparseTensor of rank 2, int32 or int64; a dense matrix too.
-        sp_weights: for each, of the same form, float32; a mean is divided by their sum.
+        sp_weights: for each, float32, with the row splits or indices of its ids; a mean is divided by their sum.
         combiners: for each, "sum" or "mean" (default); or one for all.
         use_low_frequency_filter: keys are admitted by the variable's filter_ratio, with either value.
 
     Raises:
-        ConfigError, DataError: lists of different lengths, other types.
+        ConfigError, DataError: lists of different lengths, other types, weights that are not one for each key.
+            Inside of tf.function TensorFlow raises the last, with the same text.
     """
     single = not isinstance(params, list | tuple)
     variables, ids = ([params], [sp_ids]) if single else (list(params), list(sp_ids))
@@ -65,14 +81,54 @@ def lookup_sparse(
     return found[0] if single else found
 
 
-def _parts(ids: Any, weights: Any) -> tuple[Any, Any, Any | None]:
-    """Return values (N,), row splits (B + 1,) and weights (N,) or None."""
+def _parts(ids: Any, weights: Any) -> _Parts:
     tf = tensorflow()
     values, splits = _values(ids)
     if values.dtype not in (tf.int32, tf.int64):
         raise DataError("keys are int32 or int64", value=values.dtype.name)
-    own = None if weights is None else tf.cast(_values(weights)[0], tf.float32)
-    return values, splits, own
+    if weights is None:
+        return _Parts(values, splits)
+    own = tf.cast(_values(weights)[0], tf.float32)
+    return _Parts(values, splits, own, _structures(ids, weights))
+
+
+def _structures(ids: Any, weights: Any) -> tuple[Any, ...]:
+    """Return what places keys and weights in their rows, to be compared when it is known; () where it is the same."""
+    tf = tensorflow()
+    kinds = [_kind_of(one) for one in (ids, weights)]
+    if kinds[0] != kinds[1]:
+        raise DataError("weights have another form than their ids", value=kinds[1], allowed=kinds[0])
+    if isinstance(ids, tf.RaggedTensor):
+        pair = (ids.row_splits, weights.row_splits)
+    elif isinstance(ids, tf.SparseTensor):
+        pair = (ids.indices, weights.indices)
+    else:
+        pair = (tf.shape(ids), tf.shape(weights))
+    if pair[0] is pair[1]:
+        return ()
+    if tf.executing_eagerly():
+        _check_structures(*(one.numpy() for one in pair))
+        return ()
+    return pair
+
+
+def _kind_of(given: Any) -> str:
+    tf = tensorflow()
+    if isinstance(given, tf.RaggedTensor):
+        return "RaggedTensor"
+    return "SparseTensor" if isinstance(given, tf.SparseTensor) else "matrix"
+
+
+def _check_structures(ids: np.ndarray[Any, Any], weights: np.ndarray[Any, Any]) -> None:
+    if np.array_equal(ids, weights):
+        return
+    same = ids.shape == weights.shape
+    at = int(np.flatnonzero((ids != weights).reshape(len(ids), -1).any(1))[0]) if same else "all"
+    raise DataError(
+        "weights are not placed as their ids", where="row splits, indices or shape, number " + str(at),
+        value=(weights[at] if same else weights.shape), allowed=str(ids[at] if same else ids.shape),
+        fix="make them of the ids: ids.with_values(weights), or tf.SparseTensor(ids.indices, weights, ids.dense_shape)",
+    )  # fmt: skip
 
 
 def _values(given: Any) -> tuple[Any, Any]:
@@ -92,11 +148,10 @@ def _values(given: Any) -> tuple[Any, Any]:
 
 
 def _look_up(
-    variables: Sequence[Any], tables: Sequence[Table], given: Sequence[Any], names: Sequence[str], training: bool
+    variables: Sequence[Any], tables: Sequence[Table], given: Sequence[_Parts], names: Sequence[str], training: bool
 ) -> list[Any]:
     tf = tensorflow()
-    flat = [part for parts in given for part in parts if part is not None]
-    weighted = [parts[2] is not None for parts in given]
+    flat = [part for parts in given for part in parts.tensors]
     recorded = _recorded()
     # Eagerly and outside of a tape nothing can be differentiated; inside of tf.function a caller's tape may come later.
     trains = training and any(one.trainable for one in variables) and (recorded or not tf.executing_eagerly())
@@ -104,9 +159,12 @@ def _look_up(
     def unpacked(arrays: Sequence[Any]) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
         rest = list(arrays)
         out: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]] = []
-        for has in weighted:
+        for parts in given:
             values, offsets = _as_torch(rest.pop(0)), _as_torch(rest.pop(0))
-            out.append((values, offsets, _as_torch(rest.pop(0)) if has else None))
+            weights = None if parts.weights is None else _as_torch(rest.pop(0))
+            if parts.structures:
+                _check_structures(rest.pop(0), rest.pop(0))
+            out.append((values, offsets, weights))
         return out
 
     def read(*arrays: Any) -> list[Any]:
@@ -176,3 +234,16 @@ def all2all_dense_embedding(param: Any, indices: Any, *, training: bool = True) 
     flat = tf.reshape(indices, (-1, 1))
     rows = lookup_sparse(param, flat, combiners="sum", training=training)
     return tf.reshape(rows, tf.concat([tf.shape(indices), [table_of(param).config.dim]], 0))
+
+
+def sparse_read_and_evict(var: Any, indices: Any) -> Any:
+    """Refuse SOK's lookup that returns the rows that it evicts: a table lets go of them without a copy.
+
+    Raises:
+        ConfigError: always.
+    """
+    raise ConfigError(
+        "evicted rows are not returned", where=f"variable {table_of(var).config.name!r}", value="sparse_read_and_evict",
+        fix="look up by lookup_sparse; to keep rows, give the variable no max_capacity, or call incremental_model_dump "
+        "between steps",
+    )  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from functools import cache
 from importlib import import_module
 from typing import Any, Protocol
 
@@ -35,7 +36,11 @@ def backend_of() -> Backend:
     Raises:
         ConfigError: there is none for it.
     """
-    name = keras.backend.backend()
+    return _loaded(keras.backend.backend())
+
+
+@cache
+def _loaded(name: str) -> Backend:
     if name not in _NAMES:
         raise ConfigError("no layers for this backend of Keras", value=name, allowed=", ".join(_NAMES))
     return import_module(f"viviane.keras.backends.{name}_backend")

@@ -44,8 +44,8 @@ def whole_keys(keys: Any, where: str) -> Any:
     if not isinstance(keys, jax.core.Tracer):
         found = array_keys(keys, where)
         return jax.numpy.asarray((found if wide else keys_of_32_bits(found, where, WIDE)).numpy())
-    shape = jax.ShapeDtypeStruct((keys.size,), "int64" if wide else "int32")
-    flat = _call(CHECK, place_number(where, keys.shape), shape)(jax.lax.stop_gradient(keys).reshape(-1))
+    shape = ((keys.size,), "int64" if wide else "int32")
+    (flat,) = _call(CHECK, place_number(where, keys.shape), shape)(jax.lax.stop_gradient(keys).reshape(-1))
     return flat.reshape(keys.shape)
 
 
@@ -72,13 +72,46 @@ def look_up(layer: Any, keys: Any, weights: Any, rate: Any, trains: bool) -> tup
     return _reading(number, layer.width, layer.compute_dtype)(anchor, *given), jax.numpy.zeros(())
 
 
-def _call(kind: int, number: int, results: Any) -> Any:
-    """Return a function that calls the handler from compiled code, whether its results are used or not."""
+def _call(kind: int, number: int, *results: tuple[tuple[int, ...], str]) -> Any:
+    """Return a function that calls the handler from compiled code; results are by shape and type."""
+    call = call_number(kind, number)
+    return lambda *arrays: _primitive().bind(*arrays, call=call, results=results)
+
+
+@cache
+def _primitive() -> Any:
+    """Return the operation that calls the handler.
+
+    XLA is told that it has side effects, and neither drops nor joins calls. JAX is not told: `jax.ffi.ffi_call` does,
+    and then each call of a compiled function goes through JAX's Python code, which takes longer than the lookup. What
+    JAX could drop are calls whose results nothing uses; a lookup without the call for its gradient raises later.
+    """
     import numpy as np
+    from jax.extend.core import Primitive
+    from jax.interpreters import mlir
 
     jax = _jax()
-    call = jax.ffi.ffi_call("viviane_tables", results, has_side_effect=True, vmap_method=None)
-    return lambda *arrays: call(*arrays, call=np.int64(call_number(kind, number)))
+    primitive: Any = Primitive("viviane_tables")
+    primitive.multiple_results = True
+    lowered = jax.ffi.ffi_lowering("viviane_tables", has_side_effect=True)
+
+    @cache
+    def compiled(call: int, results: Any) -> Any:
+        return jax.jit(lambda *arrays: primitive.bind(*arrays, call=call, results=results))
+
+    def eager(*arrays: Any, call: int, results: Any) -> Any:
+        return compiled(call, results)(*arrays)
+
+    def shapes(*arrays: Any, call: int, results: Any) -> Any:
+        return [jax.core.ShapedArray(shape, np.dtype(dtype)) for shape, dtype in results]
+
+    def lower(context: Any, *arrays: Any, call: int, results: Any) -> Any:
+        return lowered(context, *arrays, call=np.int64(call))
+
+    primitive.def_impl(eager)
+    primitive.def_abstract_eval(shapes)
+    mlir.register_lowering(primitive, lower, platform="cpu")
+    return primitive
 
 
 @cache
@@ -88,8 +121,8 @@ def _reading(number: int, width: int, dtype: str) -> Any:
 
     @jax.custom_jvp
     def look_up(anchor: Any, keys: Any, *weights: Any) -> Any:
-        shape = jax.ShapeDtypeStruct((keys.shape[0], width), dtype)
-        return _call(READ, number, shape)(anchor, keys, *weights)
+        (values,) = _call(READ, number, ((keys.shape[0], width), dtype))(anchor, keys, *weights)
+        return values
 
     @look_up.defjvp
     def _(values: Any, tangents: Any) -> Any:
@@ -107,18 +140,17 @@ def _training(number: int, width: int, dtype: str) -> Any:
     @jax.custom_vjp
     def look_up(anchor: Any, rate: Any, keys: Any, *weights: Any) -> Any:
         # It is this body that runs where nothing differentiates the layer.
-        shape = jax.ShapeDtypeStruct((keys.shape[0], width), dtype)
-        return _call(REFUSE, number, shape)(anchor, keys, *weights), jnp.zeros(())
+        (values,) = _call(REFUSE, number, ((keys.shape[0], width), dtype))(anchor, keys, *weights)
+        return values, jnp.zeros(())
 
     def forward(anchor: Any, rate: Any, keys: Any, *weights: Any) -> Any:
-        shapes = (jax.ShapeDtypeStruct((keys.shape[0], width), dtype), jax.ShapeDtypeStruct((), "int32"))
-        flat, waiting = _call(BEGIN, number, shapes)(anchor, keys, *weights)
+        flat, waiting = _call(BEGIN, number, ((keys.shape[0], width), dtype), ((), "int32"))(anchor, keys, *weights)
         return (flat, jnp.zeros(())), (waiting, rate, len(weights))
 
     def backward(kept: Any, gradients: Any) -> Any:
         waiting, rate, num_weights = kept
         gradient, token = gradients
-        zero = _call(END, number, jax.ShapeDtypeStruct((), "float32"))(waiting, gradient, rate, token)
+        (zero,) = _call(END, number, ((), "float32"))(waiting, gradient, rate, token)
         return (zero, None, None, *(None,) * num_weights)
 
     look_up.defvjp(forward, backward)

@@ -43,18 +43,29 @@ class _Update(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, lookups: ExternalLookups, batch: Any, rate: Tensor) -> Any:
+        ctx.set_materialize_grads(False)
         ctx.number, flat = lookups.begin(batch)
-        ctx.lookups, ctx.rate = lookups, rate
-        return flat, anchor.detach() * 0.0
+        ctx.lookups, ctx.rate, ctx.shape = lookups, rate, flat.shape
+        return flat, torch.zeros((), device=anchor.device)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        gradient, token = gradients
-        where = ctx.lookups.where
-        scale = 1.0 if token is None or not bool(token != 0) else 1.0 / float(token)
-        ctx.lookups.end(ctx.number, gradient, checked_rate(ctx.rate, where), scale)
-        return torch.zeros((), device=gradient.device), None, None, None
+    def backward(ctx: Any, gradient: Tensor | None, token: Tensor | None) -> Any:
+        if torch.is_grad_enabled():  # with create_graph=True; the mark costs microseconds in all other cases
+            return _update_once(ctx, gradient, token)
+        return _update(ctx, gradient, token)
+
+
+def _update(ctx: Any, gradient: Tensor | None, token: Tensor | None) -> Any:
+    rate, lookups = ctx.rate, ctx.lookups
+    zero = torch.zeros((), device=rate.device)
+    if gradient is None:  # only the loss scale was differentiated
+        gradient = zero.expand(ctx.shape)
+    scale = (float(token) or 1.0) if token is not None else 1.0
+    lookups.end(ctx.number, gradient, checked_rate(rate, lookups.where), 1.0 / scale)
+    return zero, None, None, None
+
+
+_update_once = once_differentiable(_update)
 
 
 class _Guard(torch.autograd.Function):
@@ -71,14 +82,15 @@ class _Guard(torch.autograd.Function):
         raise ctx.lookups.not_in_training()
 
 
-@torch.compiler.disable
 def look_up(layer: Any, keys: Tensor, weights: Tensor | None, rate: Tensor, trains: bool) -> tuple[Tensor, Tensor]:
     """Look up keys (B, K): the vectors (B, W), and a zero whose gradient is the loss scale."""
+    if torch.compiler.is_compiling():
+        return _outside_of_compiled_code(layer, keys, weights, rate, trains)  # type: ignore[no-any-return]
     dtype = _OUTPUTS[layer.compute_dtype]
     if keys.device.type == "meta":
         return torch.empty(len(keys), layer.width, dtype=dtype, device="meta"), torch.zeros((), device="meta")
     lookups: ExternalLookups = layer.lookups
-    batch = layer.columns.batch(keys.detach(), weights)
+    batch = layer.columns.batch(keys, weights)
     if not trains:
         flat = lookups.read(batch)
         if layer.trainable and torch.is_grad_enabled():
@@ -88,3 +100,7 @@ def look_up(layer: Any, keys: Tensor, weights: Tensor | None, rate: Tensor, trai
         raise lookups.undifferentiated()
     flat, token = _Update.apply(layer.anchor.value, lookups, batch, rate)  # type: ignore[no-untyped-call]
     return flat.to(dtype), token
+
+
+# Of itself the mark costs several microseconds a call, which only compiled code needs.
+_outside_of_compiled_code: Any = torch.compiler.disable(look_up)  # type: ignore[no-untyped-call]
