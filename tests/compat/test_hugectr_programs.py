@@ -90,7 +90,10 @@ def test_json_trains_to_the_same_numbers_as_the_script(
     [
         ("hugectr.CreateSolver(batchsise=3)", "did you mean 'batchsize'"),
         ("hugectr.hugectr_tf_ops", "hugectr.hugectr_tf_ops"),
-        ("import hugectr.tools as t; t.DataGeneratorParams(format=1)", "an argument is missing"),
+        (
+            "import hugectr.tools as t; t.DataGeneratorParams(format=hugectr.DataReaderType_t.Norm)",
+            "an argument is missing",
+        ),
         ("hugectr.EmbeddingTableConfig('a', 0, 4)", "max_vocabulary_size"),
     ],
 )

@@ -75,6 +75,15 @@ def test_every_bit_is_that_of_tables_on_the_gpu(
     assert storage.cache.plans_on_host == staged
 
 
+def test_many_caches_one_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More caches than torch has streams: with streams of their own they lost updates on a busy GPU."""
+    monkeypatch.setattr("viviane.store.streams.DeviceStreams.maps_memory", False)
+    monkeypatch.setattr("viviane.embedding.staged_moves.PIECE_BYTES", 1000)
+    given = batches(30)
+    truth = train(collection(None, RULES["adam"]), given, 0, False)
+    assert all(train(collection(0.2, RULES["adam"]), given, 3, False) == truth for _ in range(34))
+
+
 def test_host_memory_over_files() -> None:
     given = batches(30)
     truth, cached = collection(None, RULES["adam"]), collection(0.15, RULES["adam"], host_memory=9_000)

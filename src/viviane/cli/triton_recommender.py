@@ -9,7 +9,6 @@ Only Triton's backend makes a `TritonPythonModel`; `triton_python_backend_utils`
 from __future__ import annotations
 
 import importlib
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -17,6 +16,8 @@ from typing import Any, Final
 import numpy as np
 
 from viviane.cli.served_recommender import ServedRecommender
+from viviane.core.errors import expect
+from viviane.core.json_files import parse_json
 from viviane.serving.server.recommending import RecommendRequest
 from viviane.serving.server.tensors import BYTES, TensorSpec, columns_of_tensors, input_specs
 from viviane.serving.triton import PythonModel
@@ -47,7 +48,7 @@ class TritonPythonModel:
         device = "cpu" if args["model_instance_kind"] == "CPU" else f"cuda:{args['model_instance_device_id']}"
         self._recommender = ServedRecommender(folder / part.path, device)
         self._inputs = self._recommender.inputs
-        self._max_rows = int(json.loads(args["model_config"])["max_batch_size"])
+        self._max_rows = int(parse_json(args["model_config"], where="model_config of Triton")["max_batch_size"])
 
     def execute(self, requests: Sequence[Any]) -> list[Any]:
         """Answer requests; each is computed alone, and fails alone."""
@@ -56,9 +57,9 @@ class TritonPythonModel:
     def _answer(self, request: Any) -> Any:
         try:
             columns, count = columns_of_tensors(tensors_of_request(request), self._inputs, self._max_rows)
-            asked = RecommendRequest.of(
-                {**json.loads(request.parameters() or "{}"), "instances": _rows(columns, count)}
-            )
+            given = parse_json(request.parameters() or "{}", where="parameters of the request")
+            expect("parameters of the request", given, dict)
+            asked = RecommendRequest.of({**given, "instances": _rows(columns, count)})
             found = self._recommender.recommend(asked.rows, asked.k, keep_seen=asked.keep_seen)
         except Exception as error:  # this request is refused; the others are answered
             return failure(self._backend, error)

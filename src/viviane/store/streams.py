@@ -7,7 +7,7 @@ With `ThreadStreams` the "device" is another part of host memory, so that the co
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any, Literal, Protocol, cast
 
 import torch
@@ -38,7 +38,7 @@ class TransferStreams(Protocol):
         """Return the end of all work that the caller's stream was given so far."""
 
     def issue(self, stream: StreamName, after: Sequence[Moment], work: Callable[[], None]) -> Moment:
-        """Give work to a stream; it begins when `after` have passed. Calls for one stream come from one thread."""
+        """Give work to a stream; it begins when `after` have passed, which were issued before."""
 
     def compute_after(self, moment: Moment) -> None:
         """Let later work of the caller's stream wait for a moment."""
@@ -148,8 +148,21 @@ class _Event:
         self.event.synchronize()
 
 
+@cache
+def _streams_of(device: torch.device) -> dict[StreamName, torch.cuda.Stream]:
+    """Return the two streams of a GPU, the same for all caches on it.
+
+    torch hands out 32 streams in turn. With streams for each cache, those of the sixteenth would be others' as well,
+    such as the one that sorts rows beside a step: memory that was freed there is used again as soon as work of a
+    cache's thread comes, though the step has yet to read it. Updates of some rows were lost that way.
+    """
+    # Urgent: a few programs that keep the link at work go before the many of the step that waits for them.
+    into, out = (torch.cuda.Stream(device, priority=-1) for _ in range(2))  # type: ignore[no-untyped-call]
+    return {"in": into, "out": out}
+
+
 class DeviceStreams:
-    """Two streams of a GPU next to the current one.
+    """Two streams of a GPU next to the current one, which all caches on the GPU share.
 
     Args:
         device: the GPU.
@@ -159,9 +172,7 @@ class DeviceStreams:
 
     def __init__(self, device: torch.device) -> None:
         self.device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
-        # Urgent: a few programs that keep the link at work go before the many of the step that waits for them.
-        streams = (torch.cuda.Stream(self.device, priority=-1) for _ in range(2))  # type: ignore[no-untyped-call]
-        self._streams = dict(zip(("in", "out"), streams, strict=True))
+        self._streams = _streams_of(self.device)
 
     def now(self) -> Moment:
         """Return the end of all work that the caller's current stream was given so far."""

@@ -12,8 +12,8 @@ _OWN: Final = {
         "narrow_forward narrow_backward tile_product forward query key_value bias sum row candidate few_rows"
     ),
     "lookups": (
-        "gather pool join key record bag_key bag_record entry_sources bag_sources find take put settle erase draw "
-        "latest assign check_bags switch count_bits count_ages choose_ages report count_slots take_slots list_rows "
+        "gather pool join key record bag_key bag_record entry_sources bag_sources find find_request take put settle "
+        "erase draw latest assign check_bags switch count_bits count_ages choose_ages report count_slots take_slots list_rows "
         "give_slots resolve"
     ),
     "updates": "move span join_spans rest numbers",
