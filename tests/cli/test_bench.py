@@ -18,6 +18,7 @@ FIELDS = {
 }
 
 
+@pytest.mark.slow
 def test_a_tiny_run_gives_its_table_and_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "120")
     file = tmp_path / "figures.json"

@@ -53,6 +53,7 @@ def test_batches_of_any_origin_and_size_share_a_graph(module):
     assert counters["stats"]["unique_graphs"] == 2  # torch takes sizes that happen to be equal for one: none are here
 
 
+@pytest.mark.slow
 def test_a_trainer_takes_a_module_compiled_in_place(module, tmp_path):
     train = write_dataset(tmp_path / "train", SCHEMA, [columns(300)])
     other = copy.deepcopy(module)

@@ -48,6 +48,7 @@ def threads() -> list[threading.Thread]:
     return [one for one in threading.enumerate() if one.name == "viviane-stream"]
 
 
+@pytest.mark.slow
 def test_rows_wait_decoded_but_never_many_and_the_place_is_that_of_delivered_ones(broker: Broker, topic: str) -> None:
     broker.write(topic, [row(n) for n in range(500)])
     with KafkaStream(broker.servers, topic, SCHEMA, end="now").reader(10) as reader:
@@ -128,6 +129,7 @@ def test_closing_does_not_wait_for_brokers_that_are_gone(monkeypatch: pytest.Mon
     assert not threads()
 
 
+@pytest.mark.slow
 def test_a_killed_reader_goes_on_with_every_message_once_and_in_order(
     broker: Broker, topic: str, tmp_path: Path
 ) -> None:
