@@ -34,7 +34,7 @@ def main() -> None:
     folder.mkdir(parents=True)
     start = time.perf_counter()
     if arguments.rows == ROWS:
-        print("It takes 3 to 6 minutes on two cores, and 1 GB of disk. Progress is a line every ten seconds, or a bar.")
+        print("It takes 1 to 3 minutes on two cores, and 1 GB of disk. Progress is a line every ten seconds, or a bar.")
 
     step("1. Generate click logs in Criteo's text format; the best AUC that any model can reach on them is known")
     valid_rows = max(arguments.rows // 10, 1000)
