@@ -16,8 +16,6 @@ _MOST_ADVICE: Final = 2000
 class VivianeError(Exception):
     """Base of every error that Viviane raises on purpose.
 
-    The message leaves out the middle of texts that are too long; the attributes keep them.
-
     The message leaves out the middle of texts that are too long to read; the attributes keep the whole.
 
     Args:
