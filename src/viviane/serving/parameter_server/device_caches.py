@@ -117,16 +117,17 @@ def _lookup_group(asked: Sequence[Asked], out: Tensor) -> None:
     for i, (one, state) in enumerate(zip(asked, begun, strict=True)):
         skipped = 0 if one.skipped is None else len(one.skipped)
         _tier(one).fetched(seconds, hits[i], len(out) - skipped - hits[i])
-        _complete(one, found[i], state, out[:, one.start : one.start + cache.row_bytes // 4])
+        _complete(one, found[i], state, out)
 
 
-def _complete(one: Asked, found: NDArray[np.bool_], begun: Begun, rows: Tensor) -> None:
-    """Write rows that the cache lacks where those that it has are."""
+def _complete(one: Asked, found: NDArray[np.bool_], begun: Begun, out: Tensor) -> None:
+    """Write rows that the cache lacks to a feature's columns of `out`."""
     if one.skipped is None:
         missing, given, _ = one.hierarchy.complete(one.keys, found, begun)
     else:
         counting = np.setdiff1d(np.arange(len(found)), one.skipped, assume_unique=True)
         missing, given, _ = one.hierarchy.complete(np.ascontiguousarray(one.keys[counting]), found[counting], begun)
         missing = counting[missing]
-    if len(missing):
+    if len(missing):  # seldom: a view of the columns alone takes microseconds for each feature
+        rows = out[:, one.start : one.start + given.shape[1] // 4]
         rows[torch.from_numpy(missing).to(rows.device)] = torch.from_numpy(given.view(np.float32)).to(rows.device)
