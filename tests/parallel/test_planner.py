@@ -57,6 +57,14 @@ def test_tables_that_do_not_fit_are_spread_evenly_where_rows_may_lie_in_tiers(si
     assert max(held) > 4 * 10**9
 
 
+def test_dynamic_tables_that_do_not_fit_are_refused_with_tiers_too():
+    machine = Machine(10**8, GPU.memory_gb_per_s, GPU.link_gb_per_s)
+    tables = [DynamicTableConfig(name=name, dim=64, initial_capacity=10**6) for name in ("user", "item")]
+    features = [FeatureConfig(name=table.name, table=table.name) for table in tables]
+    with pytest.raises(ConfigError, match="do not fit"):
+        Planner(tables, features, SGD(), 1024, 2, machine, tiers=True).best()
+
+
 def test_tiers_change_no_plan_of_tables_that_fit():
     plans = [Planner(TABLES, FEATURES, AdaGrad(), 32768, 4, GPU, hotness=HOT, tiers=one).best().plan for one in (0, 1)]
     assert plans[0] == plans[1]

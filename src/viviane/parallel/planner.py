@@ -103,7 +103,7 @@ class Planner:
         fixed: plans of single tables that stay as they are.
         kinds: of single tables, whose processes are still to be chosen.
         tiers: whether rows that do not fit the devices may lie in host memory or files. Tables that exceed the devices'
-            memory are then planned as well: each process gets about the same bytes of them.
+            memory are then planned as well: each process gets about the same bytes of them. Dynamic tables have to fit.
 
     Example:
         >>> from viviane.config import SGD
@@ -137,10 +137,7 @@ class Planner:
         named = {table.name: table for table in tables}
         loads = table_loads(named, features, optimizer, batch_size, hotness or {}, hot_shares or {})
         self.loads = {load.table.name: load for load in loads}
-        even = sum(load.bytes for load in loads) / world_size / _MEMORY_SHARE
-        self.machine = (
-            replace(machine, memory_bytes=max(machine.memory_bytes, int(_UNEVEN * even))) if tiers else machine
-        )
+        self.machine = _with_room(machine, loads, world_size) if tiers else machine
         self.fixed = {one.table: one for one in fixed}
         self.kinds = dict(kinds or {})
         for name in (*self.fixed, *self.kinds):
@@ -287,3 +284,13 @@ class Planner:
             return shardings
         halves = [parts for parts in (2 << i for i in range(size.bit_length())) if parts < size]
         return [*shardings, *(("column", parts) for parts in (*halves, size) if table.dim >= 4 * parts)]
+
+
+def _with_room(machine: Machine, loads: Sequence[TableLoad], world_size: int) -> Machine:
+    """Return a machine that takes an even share of all tables, if its own memory takes that of the dynamic ones."""
+    every = sum(load.bytes for load in loads)
+    dynamic = sum(load.bytes for load in loads if isinstance(load.table, DynamicTableConfig))
+    if dynamic > _MEMORY_SHARE * machine.memory_bytes * world_size:
+        return machine
+    even = int(_UNEVEN * every / world_size / _MEMORY_SHARE)
+    return replace(machine, memory_bytes=max(machine.memory_bytes, even))
