@@ -119,14 +119,12 @@ def _triton(
     models = RepositorySettings.from_dict(data.pop("inference", {}), where=_origin(config)).models
     settings = TritonSettings.from_dict({**data, **_given(options)}, where=_origin(config))
     chosen = _merged(models, entries, session) if models or entries or not recommenders else []
-    device = session.get("device", "auto")
+    environment = TritonEnvironment.find() if write_only is None else None  # before models are loaded
+    others = [triton_model(name, path, session.get("device", "auto")) for name, path in recommenders.items()]
     if write_only is not None:
-        others = [triton_model(name, path, device) for name, path in recommenders.items()]
         written = write_repository(write_only, chosen, settings, others=others)
         typer.echo(f"{write_only}: {', '.join(written)}")
         return
-    environment = TritonEnvironment.find()
-    others = [triton_model(name, path, device) for name, path in recommenders.items()]
     _warn_about_network(settings.host, settings.host in ("127.0.0.1", "::1", "localhost"))
     with tempfile.TemporaryDirectory(prefix="viviane-triton-repository-") as folder:
         repository = Path(folder) / "repository"
