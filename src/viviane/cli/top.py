@@ -10,7 +10,7 @@ import typer
 from pydantic import BaseModel, Field, ValidationError
 
 from viviane.cli.console import printable
-from viviane.config.base import shortened
+from viviane.config.base import first_problem
 from viviane.core.errors import RemoteError
 
 if TYPE_CHECKING:
@@ -104,11 +104,10 @@ def checked_stats(reply: Any, url: str) -> list[Any]:
     try:
         found = _Statistics.model_validate(reply)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        place = ".".join(map(str, first["loc"])) or "the whole reply"
+        place, problem = first_problem(error)
         raise RemoteError(
-            "the server's statistics have another form", where=f"{url}, {place}",
-            value=f"{first['msg']}: {shortened(first['input'])}", allowed="the reply of `viviane serve`",
+            "the server's statistics have another form", where=f"{url}, {place}", value=problem,
+            allowed="the reply of `viviane serve`",
             fix="check that the address is that of `viviane serve`",
         ) from None  # fmt: skip
     return [one.model_dump() for one in found.model_stats]

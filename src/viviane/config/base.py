@@ -117,6 +117,12 @@ def explain(error: ValidationError, kind: Any, where: str | None = None) -> Conf
     return ConfigError(f"{name}: {first['msg']}{more}", where=place, value=shortened(first["input"]))
 
 
+def first_problem(error: ValidationError) -> tuple[str, str]:
+    """Return where the first value that differs from a form is, and what is wrong with it."""
+    first = error.errors(include_url=False)[0]
+    return ".".join(map(str, first["loc"])) or "the whole reply", f"{first['msg']}: {shortened(first['input'])}"
+
+
 def shortened(value: Any, limit: int = 200) -> Any:
     """Return `value`, or the start of its text if that is longer than `limit` characters."""
     try:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from viviane.config.base import shortened
+from viviane.config.base import first_problem
 from viviane.core.errors import RemoteError
 from viviane.serving.columns import ColumnSpec
 from viviane.serving.server.tensors import BYTES, DATATYPES
@@ -65,11 +65,10 @@ def checked_inputs(described: Any, where: str) -> list[dict[str, Any]]:
     try:
         found = _Described.model_validate(described)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        place = ".".join(map(str, first["loc"])) or "the whole reply"
+        place, problem = first_problem(error)
         raise RemoteError(
-            "the server sends no description of the model's inputs", where=f"{where}, {place}",
-            value=f"{first['msg']}: {shortened(first['input'])}", allowed="a server of the Open Inference Protocol",
+            "the server sends no description of the model's inputs", where=f"{where}, {place}", value=problem,
+            allowed="a server of the Open Inference Protocol",
         ) from None  # fmt: skip
     return [one.model_dump() for one in found.inputs]
 
