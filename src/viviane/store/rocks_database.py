@@ -185,7 +185,7 @@ class RocksDatabase:
         """Open the database again after a write that failed; readers wait for it.
 
         Raises:
-            StoreError: there is no room yet, or somebody reads all rows; what was open stays open.
+            StoreError: there is no room yet, or a scan is in progress; the open database stays open.
         """
         self._check_for_room(where)
         with self._gate.alone(), self._turn:

@@ -237,7 +237,7 @@ def all2all_dense_embedding(param: Any, indices: Any, *, training: bool = True) 
 
 
 def sparse_read_and_evict(var: Any, indices: Any) -> Any:
-    """Refuse SOK's lookup that returns the rows that it evicts: a table lets go of them without a copy.
+    """Refuse SOK's lookup that returns the rows that it evicts: a table removes them without a copy.
 
     Raises:
         ConfigError: always.

@@ -82,9 +82,10 @@ def _call(kind: int, number: int, *results: tuple[tuple[int, ...], str]) -> Any:
 def _primitive() -> Any:
     """Return the operation that calls the handler.
 
-    XLA is told that it has side effects, and neither drops nor joins calls. JAX is not told: `jax.ffi.ffi_call` does,
-    and then each call of a compiled function goes through JAX's Python code, which takes longer than the lookup. What
-    JAX could drop are calls whose results nothing uses; a lookup without the call for its gradient raises later.
+    It is declared to have side effects for XLA, which neither drops nor merges its calls, but not for JAX. With
+    `jax.ffi.ffi_call`, which declares them for both, each call of a compiled function goes through JAX's Python code,
+    and that takes longer than the lookup. JAX may drop calls whose results are not used; a lookup without the call for
+    its gradient raises an error later.
     """
     import numpy as np
     from jax.extend.core import Primitive
