@@ -106,7 +106,7 @@ def redis(rows: int, tries: int, hashes: int) -> None:
             order = [np.flatnonzero(parts == part) for part in range(hashes)]
             for part, own in enumerate(order):
                 if len(own):
-                    pipe.hmget(f"{{vv1:bench:p{part}}}", [data[8 * i : 8 * i + 8] for i in own.tolist()])
+                    pipe.hmget(tier.hash_names[part], [data[8 * i : 8 * i + 8] for i in own.tolist()])
             found = pipe.execute()
             places = np.concatenate([own for own in order if len(own)])
             rows = np.frombuffer(b"".join(b"".join(one) for one in found), np.uint8)
@@ -141,7 +141,7 @@ def request_of(keys: np.ndarray, tier: RedisTier) -> tuple[bytes, int]:
     parts, request, length = partition_of(keys, tier.partitions), b"", 0
     for part in np.unique(parts).tolist():
         own = keys[parts == part]
-        name = f"{{vv1:{tier.table}:p{part}}}".encode()
+        name = tier.hash_names[part]
         request += b"*%d\r\n$5\r\nHMGET\r\n$%d\r\n%b\r\n" % (len(own) + 2, len(name), name) + key_elements(own)
         sealed = tier.layout.row_bytes + CHECKSUM_BYTES
         length += len(b"*%d\r\n" % len(own)) + len(own) * (len(b"$%d\r\n" % sealed) + sealed + 2)

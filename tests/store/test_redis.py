@@ -91,6 +91,24 @@ def test_a_single_server_has_few_hashes_and_clears_those_of_before(server: Valke
     after.close()
 
 
+def test_rows_of_another_number_of_partitions_are_not_read(server: Valkey) -> None:
+    name, keys = uuid4().hex, np.arange(1000)
+    many, few = (RedisTier(server.address, name, LAYOUT, partitions=number) for number in (24, 4))
+    many.put(keys, rows_of(keys))
+    assert not few.fetch(keys, LAYOUT.empty(1000)).any()
+    assert many.fetch(keys, LAYOUT.empty(1000)).all()
+    other = RedisTier(server.address, f"{name}:p[1]*", LAYOUT)
+    other.put(keys, rows_of(keys))
+    few.clear()
+    assert many.num_rows() == 0
+    assert other.num_rows() == 1000
+    other.clear()
+    assert other.num_rows() == 0
+    other.close()
+    many.close()
+    few.close()
+
+
 def test_no_keys_and_the_last_of_equal_keys(tier: RedisTier) -> None:
     none = np.empty(0, np.int64)
     assert tier.fetch(none, LAYOUT.empty(0)).tolist() == []
@@ -168,14 +186,14 @@ def test_rows_of_another_length_or_kind_are_refused(server: Valkey) -> None:
     own = RedisTier(server.address, "wrong", LAYOUT, partitions=1)
     key = np.array([3])
     for value in (b"short", b"", b"x" * 25, b"y" * 100_000):
-        server.client().hset("{vv1:wrong:p0}", key.tobytes(), value)
+        server.client().hset("{vv1:wrong:p0of1}", key.tobytes(), value)
         with pytest.raises(StoreError, match="another length"):
             own.fetch(key, LAYOUT.empty(1))
-    server.client().delete("{vv1:wrong:p0}")
-    server.client().set("{vv1:wrong:p0}", b"no hash")
+    server.client().delete("{vv1:wrong:p0of1}")
+    server.client().set("{vv1:wrong:p0of1}", b"no hash")
     with pytest.raises(StoreError, match="does not answer with rows"):
         own.fetch(key, LAYOUT.empty(1))
-    server.client().delete("{vv1:wrong:p0}")
+    server.client().delete("{vv1:wrong:p0of1}")
     own.put(key, rows_of(key))
     assert own.fetch(key, LAYOUT.empty(1)).all()
     own.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -27,10 +28,11 @@ _SERVER_PARTITIONS: Final = 4
 class RedisTier:
     """A table's rows in a server's memory, which several processes and machines may read.
 
-    Rows are in hashes `{vv1:<name>:p<N>}`, one a partition; the braces spread partitions over a cluster's nodes. The
-    field is the key's 8 bytes, little-endian; the value is the row and the CRC-32C of key and row. A row whose checksum
-    differs counts as absent and as `damaged`, so that the next fill replaces it. User and password come from the
-    environment: VIVIANE_REDIS_USERNAME, VIVIANE_REDIS_PASSWORD.
+    Rows are in hashes `{vv1:<name>:p<i>of<N>}`, one for each of N partitions, so that rows that were written with
+    another N are not read; the braces spread partitions over a cluster's nodes. The field is the key's 8 bytes,
+    little-endian; the value is the row and the CRC-32C of key and row. A row whose checksum differs counts as absent
+    and as `damaged`, so that the next fill replaces it. User and password come from the environment:
+    VIVIANE_REDIS_USERNAME, VIVIANE_REDIS_PASSWORD.
 
     Args:
         address: host:port; of a cluster any of its nodes, several with commas.
@@ -74,7 +76,8 @@ class RedisTier:
         self.max_rows, self.eviction, self.resolution = max_rows, eviction, resolution
         self._timeout_s, self._tls = timeout_s, tls
         self._where = f"tier {name!r}, {address}, table {table!r}"
-        self._names = [self._name(i) for i in range(partitions)]
+        self.hash_names: Final = [f"{{vv1:{table}:p{i}of{partitions}}}".encode() for i in range(partitions)]
+        """The names of the partitions' hashes."""
         self._counter = StatsCounter(layout.row_bytes)
         self._local = threading.local()
         self._all: list[RowConnection] = []
@@ -88,9 +91,6 @@ class RedisTier:
         """Of each partition its place in `_by_node`."""
         self._find_nodes()
 
-    def _name(self, partition: int) -> bytes:
-        return f"{{vv1:{self.table}:p{partition}}}".encode()
-
     # Nodes ------------------------------------------------------------------------------------------------------
 
     def _find_nodes(self) -> None:
@@ -102,7 +102,7 @@ class RedisTier:
             if self.cluster:
                 starts = [redis.cluster.ClusterNode(host, port) for host, port in places]
                 client = redis.RedisCluster(startup_nodes=starts, **options)
-                owners = [client.get_node_from_key(name) for name in self._names]
+                owners = [client.get_node_from_key(name) for name in self.hash_names]
                 found = [(str(one.host), int(one.port)) for one in owners]
             else:
                 client = redis.Redis(*places[0], **options)
@@ -206,7 +206,7 @@ class RedisTier:
         order, groups = self._groups(keys)
         replies = RowReplies(keys[order], order, out, found)
         elements = memoryview(key_elements(replies.keys))
-        named = [[(self._names[partition], a, b) for partition, a, b in own] for own in groups]
+        named = [[(self.hash_names[partition], a, b) for partition, a, b in own] for own in groups]
         for connection, hashes in zip(connections, named, strict=True):
             if hashes:
                 connection.ask(hashes, elements)
@@ -229,7 +229,7 @@ class RedisTier:
         rows = sealed_rows(keys, rows[order])
         for connection, own in zip(connections, groups, strict=True):
             if own:
-                connection.write([(self._names[p], keys[a:b], rows[a:b]) for p, a, b in own])
+                connection.write([(self.hash_names[p], keys[a:b], rows[a:b]) for p, a, b in own])
         for connection, own in zip(connections, groups, strict=True):
             connection.written(len(own))
 
@@ -249,7 +249,7 @@ class RedisTier:
         keys, removed = keys[order], 0
         for connection, own in zip(connections, groups, strict=True):
             if own:
-                removed += connection.erase([(self._names[p], keys[a:b]) for p, a, b in own])
+                removed += connection.erase([(self.hash_names[p], keys[a:b]) for p, a, b in own])
         return removed
 
     # Room -------------------------------------------------------------------------------------------------------
@@ -265,7 +265,7 @@ class RedisTier:
         def work() -> None:
             for connection, own in zip(self._connections(), groups, strict=True):
                 if own:
-                    connection.write([(self._names[p] + b"t", keys[a:b], now[a:b]) for p, a, b in own])
+                    connection.write([(self.hash_names[p] + b"t", keys[a:b], now[a:b]) for p, a, b in own])
             for connection, own in zip(self._connections(), groups, strict=True):
                 connection.written(len(own))
 
@@ -277,7 +277,7 @@ class RedisTier:
             return 0
         margin = max(1, self.max_rows // self.partitions)
         removed = 0
-        for name in self._names:
+        for name in self.hash_names:
             count = self._ask(lambda name=name: self._client.hlen(name))
             if count > margin:
                 removed += self._evict(name, count - int(margin * self.resolution))
@@ -297,11 +297,12 @@ class RedisTier:
         return len(fields)
 
     def clear(self) -> None:
-        """Remove all rows of the table."""
-        # Also those of an earlier number of partitions.
-        for name in self._names + [self._name(i) for i in range(self.partitions, _CLUSTER_PARTITIONS)]:
-            for one in (name, name + b"t"):
-                self._ask(lambda one=one: self._client.unlink(one))  # DEL of a large hash stops the server for seconds
+        """Remove all rows of the table, those of other numbers of partitions too."""
+        pattern = "{vv1:" + re.sub(r"([*?\[\]\\])", r"\\\1", self.table) + ":p*"
+        own = re.compile(re.escape(f"{{vv1:{self.table}:p".encode()) + rb"\d+of\d+\}t?")  # t: of times of use
+        for name in self._ask(lambda: list(self._client.scan_iter(match=pattern, count=1000))):
+            if own.fullmatch(name):  # and not of a table whose name begins in this way
+                self._ask(lambda name=name: self._client.unlink(name))  # DEL of a large hash stops the server
 
     def _ask(self, request: Any) -> Any:
         redis = require("redis", extra="redis", purpose="rows in Redis")
@@ -314,7 +315,7 @@ class RedisTier:
 
     def scan(self, batch_rows: int = SCAN_ROWS) -> Iterator[tuple[Keys, Rows]]:
         """Yield all keys with their rows."""
-        for name in self._names:
+        for name in self.hash_names:
             fields: Sequence[bytes] = self._ask(lambda name=name: self._client.hkeys(name))
             if any(len(one) != 8 for one in fields):
                 raise StoreError("a stored key has another length", where=f"{self._where}, {name.decode()}")
@@ -327,7 +328,7 @@ class RedisTier:
 
     def num_rows(self) -> int:
         """Return the number of keys."""
-        return sum(self._ask(lambda name=name: self._client.hlen(name)) for name in self._names)
+        return sum(self._ask(lambda name=name: self._client.hlen(name)) for name in self.hash_names)
 
     def stats(self) -> TierStats:
         """Return what was counted."""
