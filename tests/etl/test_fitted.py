@@ -87,6 +87,20 @@ def test_raw_rows_in_memory(tmp_path: Path) -> None:
         fitted.transform_table(pa.table({"itm": ["c"]}))
 
 
+def test_errors_and_rejects_name_the_rows_given_and_no_temporary_file(tmp_path: Path) -> None:
+    fitted = fitted_clicks(tmp_path)
+    raw = pa.table({"item": ["c", "b", "a"], "click": [1, 3, 0]})
+    with pytest.raises(DataError, match="malformed") as caught:
+        run(fitted, raw, tmp_path / "out")
+    assert caught.value.where == "the given Table, row 2, column 'click'"
+    with pytest.raises(DataError) as missing:
+        run(fitted, raw.drop_columns("item"), tmp_path / "out")
+    assert missing.value.where == "the given Table"
+    run(fitted, raw.to_pylist(), tmp_path / "out", on_bad_row="reject")
+    assert json.loads((tmp_path / "out/rejects.jsonl").read_text())["file"] == "the given list"
+    assert Dataset(tmp_path / "out").info["source"] == ["the given list"]
+
+
 def test_raw_text_and_typed_rows_give_the_same(tmp_path: Path) -> None:
     raw = text(tmp_path / "raw.tsv", "1\t7\t0000000a\n0\t\tff\n")
     fitted = fit(criteo(num_dense=1, num_categorical=1, min_count=1), raw)

@@ -80,7 +80,7 @@ def test_rows_that_are_no_data_set_are_refused(rows: object, data: Dataset) -> N
         made.trainer.predict,
         lambda one: made.fit(data, one if one is not None else 3),
     ):
-        with pytest.raises(VivianeError, match=r"not a data set|is not rows|not supported|is missing|two dimensions"):
+        with pytest.raises(VivianeError, match=r"not a data set|set folder not found|not supported|is missing|two dim"):
             call(rows)
 
 

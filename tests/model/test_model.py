@@ -9,7 +9,7 @@ from torch import nn
 
 from viviane.batch import Batch
 from viviane.config import SGD, AdaGrad, Adam, Solver
-from viviane.core.errors import ConfigError, SchemaError
+from viviane.core.errors import ConfigError, DataError, DataNotFoundError, SchemaError
 from viviane.data import write_dataset
 from viviane.model import DenseLayer, Input, Model, SparseEmbedding
 from viviane.schema import Schema
@@ -106,6 +106,38 @@ def test_predictions_are_equal_from_every_kind_of_rows(model, data, valid, rows)
     np.testing.assert_allclose(model.predict(frame), expected, rtol=1e-5, atol=1e-6)
     stream = np.concatenate(list(model.predict_batches(valid)))
     assert np.array_equal(stream, expected)
+
+
+def test_the_folder_of_a_data_set_is_a_data_set(build, data, valid) -> None:
+    one, two, passes = build(), build(), build()
+    for model in (one, two, passes):
+        model.compile()
+    one.fit(data, valid)
+    two.fit(str(data.path), valid.path)
+    passes.fit([str(data.path), valid.path])
+    assert passes.trainer.step == 16 + 4
+    expected = one.predict(valid)
+    for path in (valid.path, str(valid.path)):
+        assert np.array_equal(two.predict(path), expected)
+        assert np.array_equal(np.concatenate(list(two.predict_batches(path))), expected)
+        assert two.evaluate(path) == one.evaluate(valid)
+        assert np.array_equal(two.tensor("logit", path), one.tensor("logit", valid))
+    with pytest.raises(DataNotFoundError, match=r"(?s)folder not found.*absent.*schema\.json"):
+        two.predict("absent")
+
+
+def test_no_rows_cannot_be_trained_on(build, data, rows, tmp_path) -> None:
+    model = build(drop_last=True)
+    model.compile()
+    empty = {name: values[:0] for name, values in rows(1).items()}
+    with pytest.raises(DataError, match=r"the training set has no rows(?s:.)*where:.*none") as caught:
+        model.fit(write_dataset(tmp_path / "none", data.schema, [empty]))
+    assert caught.value.fix is None
+    for call in (model.fit, model.evaluate):
+        with pytest.raises(DataError, match=r"there are no rows(?s:.)*the given Table"):
+            call(pa.table({**empty, "vector": [], "seen": []}))
+    with pytest.raises(ConfigError, match=r"no complete batch(?s:.)*smaller batch_size"):
+        model.fit(rows(100))
 
 
 def test_no_rows_give_no_predictions(model, rows) -> None:

@@ -34,7 +34,7 @@ def run(
     Args:
         config: an EtlConfig, the path of a declarative file, the name of a preset, or a fitted ETL.
         input: raw files, folders or patterns: delimited text, gzip or not, or Parquet; or rows in memory, in a form of
-            `viviane.core.rows.as_table`, which are written to a temporary file first.
+            `viviane.core.rows.as_table`, which are written to a temporary file first; messages count them from 1.
         output: folder that gets train/, valid/, ... (the parts of the split), etl.zip, etl.json with the counts, and
             rejects.jsonl if rows were rejected. Without a split: train/ alone; a fitted ETL writes the data set
             into `output` itself.
@@ -72,7 +72,7 @@ def run(
         with tempfile.TemporaryDirectory(prefix="viviane-etl-") as folder:
             file = Path(folder) / "rows.parquet"
             pq.write_table(as_table(input), file)
-            return run(config, file, output, **options)
+            return run(config, file, output, **options, given_as=f"the given {type(input).__name__}")
     if isinstance(config, (EtlConfig, FittedEtl)):
         return run_job(config, input, location(output), **options)
     if str(config) in PRESETS:

@@ -39,7 +39,7 @@ def check_parquet(
     """
     with _open(source) as file:
         schema = file.schema_arrow
-    return schema.names, check_columns(schema, wanted, str(source.path), optional)
+    return schema.names, check_columns(schema, wanted, source.shown, optional)
 
 
 def check_columns(
@@ -153,7 +153,7 @@ def _open(source: Source) -> pq.ParquetFile:
 def _damaged(source: Source, error: Exception, place: str = "") -> DataError:
     return DataError(
         "the Parquet file is truncated, altered or no Parquet file",
-        where=f"{source.path}{place}",
+        where=f"{source.shown}{place}",
         value=(str(error).splitlines() or [type(error).__name__])[0],
         fix="write or fetch the file again",
     )

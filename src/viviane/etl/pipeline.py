@@ -109,6 +109,7 @@ def run_job(
     spark: Mapping[str, str] | None = None,
     device: str | None = None,
     progress: Progress = lambda step, done, total: None,
+    given_as: str = "",
 ) -> Summary:
     """Learn (from a config) or only apply (what was learned), and write; see `viviane.etl.run`."""
     if on_bad_row not in ("error", "reject"):
@@ -125,6 +126,7 @@ def run_job(
     config = what if isinstance(what, EtlConfig) else what.config
     check_split(split, config)
     files = find_sources(sources, hive_partitioning=config.input.hive_partitioning, file_name=config.input.file_name)
+    files = [replace(one, given_as=given_as) for one in files]
     here = working_place(output)
     learned_part = None if isinstance(what, EtlConfig) else _digest(what)
     given = given_vocabularies(config) if isinstance(what, EtlConfig) else {}
@@ -264,7 +266,7 @@ class _Run:
                 )  # fmt: skip
             else:
                 written, num_cut = self._write(learned, partition, full, stager, work / "out")
-            paths = [str(one.path) for one in stager.sources]
+            paths = [one.shown for one in stager.sources]
             for name, (folder, statistics) in written.items():
                 self._complete(folder, statistics, learned, work / "out", name, paths)
         lines = b"".join(shard.rejects.read_bytes() for shard in shards)

@@ -28,6 +28,12 @@ class Source:
     size_bytes: int
     modified_ns: int
     path_values: tuple[tuple[str, str | None], ...] = ()  # columns that its folders name, where they are to
+    given_as: str = ""  # what the rows of a temporary file were
+
+    @property
+    def shown(self) -> str:
+        """What messages and records call it: a temporary file would be gone when they are read."""
+        return self.given_as or str(self.path)
 
     def stamp(self) -> list[object]:
         """What distinguishes this file from a changed one, cheaply."""

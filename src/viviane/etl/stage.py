@@ -133,7 +133,7 @@ class Stager:
             columns = self._columns_of(source)
             if found is not None and columns != found:
                 odd = {column.name for column in set(found) ^ set(columns)}
-                raise DataError("some files have labels, others have none", where=str(source.path), value=sorted(odd))
+                raise DataError("some files have labels, others have none", where=source.shown, value=sorted(odd))
             found = columns
         self.wanted = found or self.wanted
         names = {column.name for column in self.wanted}
@@ -209,7 +209,7 @@ class Stager:
             cells = chunk.bad + unusable_rows(chunk.table, self.config, self.split_column, self.engine, self.states)
             lines = np.delete(chunk.lines, sorted({cell.row for cell in cells}))
             if row < len(lines):
-                return f"{job.source.path}, {'row' if job.source.kind == 'parquet' else 'line'} {lines[row]}"
+                return f"{job.source.shown}, {'row' if job.source.kind == 'parquet' else 'line'} {lines[row]}"
             row -= len(lines)
         raise DataError("the input has changed since it was staged", fix="run again with resume=False")
 
@@ -260,7 +260,7 @@ class Stager:
             place = f", column {column!r}" if column else ""
             raise MalformedRowError(
                 f"a malformed row: {problem}",
-                where=f"{job.source.path}, {unit} {line}{place}",
+                where=f"{job.source.shown}, {unit} {line}{place}",
                 value=value,
                 fix='correct it, or set malformed rows aside with on_bad_row="reject" (--on-bad-row reject)',
             )
@@ -270,7 +270,7 @@ class Stager:
         texts = job.show(sorted(first))
         entries = [
             {
-                "file": str(job.source.path),
+                "file": job.source.shown,
                 unit: line,
                 "column": column,
                 "problem": problem,

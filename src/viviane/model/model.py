@@ -30,7 +30,7 @@ from viviane.model.module import GraphModule, build_module
 from viviane.model.nodes import DenseLayer, Input, Node, Recipe, SparseEmbedding
 from viviane.model.output_bias import base_rates, start_at_rates
 from viviane.model.plot import graph_svg
-from viviane.model.prediction import as_batches, as_dataset, predict_rows, tensor_rows
+from viviane.model.prediction import as_batches, as_dataset, opened, predict_rows, tensor_rows
 from viviane.model.publication import Publication
 from viviane.model.saving import ETL_FILE, ModelFile, find_model, load_weights, read_model, read_model_file, write_model
 from viviane.model.summary import ModelSummary, summarize
@@ -223,8 +223,9 @@ class Model:
         """Train; a second call continues with the optimizer's state where the first one ended.
 
         Args:
-            train: training rows: a data set, a stream for online training, or rows in memory as `predict` takes them,
-                with labels. A list of data sets or `DataPass`es is trained on in passes, see `viviane.data.DataPasses`.
+            train: training rows: a data set or its folder, a stream for online training, or rows in memory as `predict`
+                takes them, with labels. A list of data sets, their folders or `DataPass`es is trained on in passes, see
+                `viviane.data.DataPasses`.
             validation: rows to evaluate on at the end of each epoch, or every `solver.eval_every` steps.
             epochs: instead of the solver's.
             run_folder: where metrics and checkpoints go, a folder or a URL.
@@ -239,8 +240,10 @@ class Model:
             raise ConfigError("unknown verbose", value=verbose, allowed="0, 1, 2, None")
         more = (*callbacks, *([EvaluationLines()] if verbose == 2 else []))
         with ExitStack() as held:
-            if isinstance(train, list | tuple) and train and all(isinstance(one, Dataset | DataPass) for one in train):
-                train = DataPasses(train)
+            if isinstance(train, list | tuple):
+                parts = [opened(one) for one in train]
+                if parts and all(isinstance(one, Dataset | DataPass) for one in parts):
+                    train = DataPasses(parts)
             if not isinstance(train, Dataset | DataPasses | KafkaStream):
                 train = held.enter_context(as_dataset(train, self.schema, self.etl))
             if validation is not None:
@@ -337,7 +340,7 @@ class Model:
         return start_at_rates(self.nodes, self.schema, self.module, base_rates(train, self.solver))
 
     def evaluate(self, rows: Any, *, max_batches: int | None = None) -> dict[str, float]:
-        """Return "loss" and the metrics over rows with labels: a data set, or rows as `predict` takes them."""
+        """Return "loss" and the metrics over rows with labels, as `predict` takes them."""
         with as_dataset(rows, self.schema, self.etl) as data:
             return self.trainer.evaluate(data, max_batches=max_batches)
 
@@ -345,14 +348,15 @@ class Model:
         """Return a probability for each row and label, (rows, L), in the order of the rows.
 
         Args:
-            rows: a Dataset, a Batch, or rows in memory: a pandas, Polars, Arrow or Hugging Face table, columns by name,
-                a list of dicts, a torch Dataset or DataLoader of dicts. Labels may be left out.
+            rows: a Dataset or its folder, a Batch, or rows in memory: a pandas, Polars, Arrow or Hugging Face table,
+                columns by name, a list of dicts, a torch Dataset or DataLoader of dicts. Labels may be left out.
             raw: whether rows are as they came, before the ETL; the model's own ETL then turns them into ids first, and
                 values that it never saw count as unknown. None finds out by columns and values.
 
         Raises:
             ConfigError: raw rows without an ETL, an unknown kind of rows, or rows that may be raw or encoded.
         """
+        rows = rows if raw else opened(rows)
         if isinstance(rows, Dataset) and not raw:
             return self.trainer.predict(rows)
         parts = list(self.predict_batches(as_batches(rows, self.schema, self.etl, raw=raw)))
@@ -369,13 +373,14 @@ class Model:
             raise ConfigError("only a graph has tensors by name", value=type(self.module).__name__)
         return tensor_rows(self.trainer, self.module, name, rows, self.schema)
 
-    def predict_batches(self, rows: Dataset | Iterable[Batch]) -> Iterator[NDArray[np.float32]]:
+    def predict_batches(self, rows: Dataset | str | AnyPath | Iterable[Batch]) -> Iterator[NDArray[np.float32]]:
         """Yield predictions (B, L) batch by batch, for input that does not fit into memory."""
-        if not isinstance(rows, Dataset):
-            yield from predict_rows(self.trainer, rows)
+        data = opened(rows)
+        if not isinstance(data, Dataset):
+            yield from predict_rows(self.trainer, data)
             return
-        self.trainer.check_schema(rows, with_labels=False)
-        with rows.reader(self.trainer.eval_batch_size()) as reader:
+        self.trainer.check_schema(data, with_labels=False)
+        with data.reader(self.trainer.eval_batch_size()) as reader:
             yield from predict_rows(self.trainer, reader)
 
     # Freezing ---------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from viviane.batch import Bag, Batch
 from viviane.core.errors import ConfigError, DataError, SchemaError
-from viviane.core.locations import AnyPath
+from viviane.core.locations import AnyPath, RemotePath
 from viviane.core.rows import as_table
 from viviane.data import Dataset, write_dataset
 from viviane.data.conversion import table_of
@@ -41,6 +41,7 @@ def predict_rows(trainer: Trainer, batches: Iterable[Batch]) -> Iterator[NDArray
 def tensor_rows(trainer: Trainer, module: GraphModule, name: str, rows: Any, schema: Schema) -> NDArray[np.float32]:
     """Return a tensor of a graph for rows that have the columns which it depends on, (rows, ...), in their order."""
     needed = module.columns_of(name)
+    rows = opened(rows)
     if isinstance(rows, Dataset):
         trainer.check_schema(rows, with_labels=False)
         with rows.reader(trainer.eval_batch_size()) as reader:
@@ -180,18 +181,29 @@ def clean(table: pa.Table, etl: AnyPath | None) -> pa.Table:
     return cleaned
 
 
+def is_path(rows: Any) -> bool:
+    """Whether rows are given as the place of a data set."""
+    return isinstance(rows, str | Path | RemotePath)
+
+
+def opened(rows: Any) -> Any:
+    """Return the data set that a path or URL names; other rows as they are."""
+    return Dataset(rows) if is_path(rows) else rows
+
+
 @contextmanager
 def as_dataset(rows: Any, schema: Schema, etl: AnyPath | None) -> Iterator[Dataset]:
     """Hold rows with labels as a data set for a block: a data set as it is, other rows in a temporary folder.
 
     Args:
-        rows: a Dataset, or rows in a form of `viviane.core.rows.as_table`, raw or encoded.
+        rows: a Dataset or its folder, or rows in a form of `viviane.core.rows.as_table`, raw or encoded.
         schema: of the data set; columns that it does not name are left out.
         etl: the fitted ETL, which raw rows go through first.
 
     Raises:
-        ConfigError: raw rows and no ETL. SchemaError: a column is missing, a label too.
+        ConfigError: raw rows and no ETL. SchemaError: a column is missing, a label too. DataError: there are no rows.
     """
+    rows = opened(rows)
     if isinstance(rows, Dataset):
         yield rows
         return
@@ -208,6 +220,8 @@ def as_dataset(rows: Any, schema: Schema, etl: AnyPath | None) -> Iterator[Datas
                 else None
             )
             raise SchemaError("a column is missing", value=", ".join(missing), fix=fix)
+        if not table.num_rows:
+            raise DataError("there are no rows", where=f"the given {type(rows).__name__}")
         tables = [table.select(schema.column_names)]
     with tempfile.TemporaryDirectory(prefix="viviane-rows-") as folder:
         data = write_dataset(

@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from viviane.batch import Batch
-from viviane.core.errors import ConfigError, VivianeError
+from viviane.core.errors import ConfigError, DataError, VivianeError
 from viviane.core.logging import get_logger
 from viviane.core.optional import require
 from viviane.data import DataPasses, Dataset
@@ -81,6 +81,8 @@ class FitLoop:
         self.reader = self._new_reader(trainer.epoch, trainer.module)
         self.reader.look_ahead = LookAhead(trainer.module)
         if self._epoch_length() == 0:
+            if not isinstance(train, KafkaStream) and len(train) == 0:
+                raise DataError("the training set has no rows", where=str(train.path))
             raise ConfigError(
                 "the training set has no complete batch", where=str(train.path),
                 fix="use a smaller batch_size or drop_last=False",

@@ -123,6 +123,8 @@ def record_trace(trainer: Trainer, data: Dataset, folder: str | Path, steps: int
         data, solver.batch_size, device, trainer.group, shuffle=solver.shuffle, seed=solver.seed,
         drop_last=solver.drop_last, shuffle_on=solver.shuffle_on,
     )  # fmt: skip
+    if not len(data):
+        raise DataError("the data set has no rows", where=str(data.path))
     if not len(feed):
         raise DataError("the data set has no complete batch", where=str(data.path), fix="use a smaller batch_size")
     trainer.module.train()
