@@ -27,6 +27,10 @@ from viviane.core.remote.published import published_location
 
 SCHEMA_FILE: Final = "schema.json"
 SCHEMA_VERSION: Final = 1
+MOST_IN_A_LIST: Final = 2**31 - 1
+"""Elements of a list in one row: Arrow counts them with 32 bits."""
+MOST_IDS: Final = 2**63 - 1
+"""Size of a range of ids, which are signed and have 64 bits at most."""
 
 
 class ReservedIds(Settings):
@@ -68,7 +72,7 @@ class DenseColumn(Settings):
     """Real numbers: one a row (dim 1, a scalar column) or a vector (a list column of fixed length dim)."""
 
     name: str = Field(min_length=1)
-    dim: int = Field(default=1, ge=1)
+    dim: int = Field(default=1, ge=1, le=MOST_IN_A_LIST)
     dtype: Literal["float32"] = "float32"
 
 
@@ -90,10 +94,10 @@ class CategoricalColumn(Settings):
     """
 
     name: str = Field(min_length=1)
-    num_ids: int | None = Field(ge=1)
+    num_ids: int | None = Field(ge=1, le=MOST_IDS)
     kind: Literal["one_hot", "multi_hot", "sequence"] = "one_hot"
-    max_length: int | None = Field(default=None, ge=1)
-    hotness: int | None = Field(default=None, ge=1)
+    max_length: int | None = Field(default=None, ge=1, le=MOST_IN_A_LIST)
+    hotness: int | None = Field(default=None, ge=1, le=MOST_IN_A_LIST)
     weights: str | None = None
     vocabulary: str | None = None
     dtype: Literal["int32", "int64"] = "int32"

@@ -4,6 +4,7 @@ from typing import Any
 import pytest
 
 from viviane.core.errors import ConfigError, SchemaError
+from viviane.data.columns import arrow_types
 from viviane.schema import CategoricalColumn, Schema
 
 ITEM = {"name": "item", "num_ids": 10}
@@ -55,11 +56,20 @@ def test_reserved_ids_are_fixed() -> None:
         ({"kind": "sequence", "max_length": 3, "weights": "w"}, "takes no weights; make it multi_hot"),
         ({"num_ids": 2**31 + 1}, "2147483649 ids do not fit int32; set dtype to int64"),
         ({"num_ids": 0}, "num_ids"),
+        ({"num_ids": 2**63, "dtype": "int64"}, "num_ids"),
+        ({"kind": "sequence", "max_length": 2**31}, "max_length"),
+        ({"kind": "multi_hot", "hotness": 2**31}, "hotness"),
     ],
 )
 def test_contradictions_in_a_column(column: dict[str, Any], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         CategoricalColumn(**{"name": "c", "num_ids": 4, **column})
+
+
+def test_a_vector_is_no_longer_than_a_list_of_arrow() -> None:
+    assert str(arrow_types(make(dense=[{"name": "v", "dim": 2**31 - 1}]))["v"]).endswith("[2147483647]")
+    with pytest.raises(ConfigError, match="dim"):
+        make(dense=[{"name": "v", "dim": 2**31}])
 
 
 def test_int32_holds_exactly_two_to_the_31_ids() -> None:

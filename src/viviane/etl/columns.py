@@ -10,6 +10,7 @@ from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, mod
 from viviane.config.base import Settings
 from viviane.etl.operators import Operator
 from viviane.etl.saved import without
+from viviane.schema import MOST_IDS, MOST_IN_A_LIST
 
 RESERVED_PREFIX = "__"  # columns that staging adds
 
@@ -161,7 +162,7 @@ class DenseSpec(Settings):
 
     name: str = Field(min_length=1)
     source: str | None = None
-    dim: int = Field(default=1, ge=1)
+    dim: int = Field(default=1, ge=1, le=MOST_IN_A_LIST)
     operators: tuple[Operator, ...] = ()
 
 
@@ -210,7 +211,7 @@ class HashTo(Settings):
     """3 + h mod (num_ids - 3), h the first 60 bits of the MD5 of the value's text: nothing is learned or stored."""
 
     type: Literal["hash"] = "hash"
-    num_ids: int = Field(ge=4)
+    num_ids: int = Field(ge=4, le=MOST_IDS)
 
 
 class Bucketize(Settings):
@@ -272,9 +273,9 @@ class CategoricalSpec(Settings):
     encoding: Encoding = Categorify()
     operators: tuple[Operator, ...] = ()
     kind: Literal["one_hot", "multi_hot", "sequence"] = "one_hot"
-    max_length: int | None = Field(default=None, ge=1)
+    max_length: int | None = Field(default=None, ge=1, le=MOST_IN_A_LIST)
     keep: Literal["first", "last"] = "last"
-    hotness: Annotated[int, Field(ge=1)] | Literal["auto"] | None = None
+    hotness: Annotated[int, Field(ge=1, le=MOST_IN_A_LIST)] | Literal["auto"] | None = None
     weights: str | None = None
     vocabulary: str | None = None
     dtype: Literal["int32", "int64"] = "int32"

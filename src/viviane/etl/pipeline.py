@@ -41,7 +41,7 @@ from viviane.etl.limits import beyond_limits
 from viviane.etl.parallel import ordered_map
 from viviane.etl.parquet import read_columns
 from viviane.etl.partition import Partition
-from viviane.etl.sources import find_sources
+from viviane.etl.sources import Source, find_sources
 from viviane.etl.spark import SparkEngine
 from viviane.etl.splits import Split, check_split, parse_split, part_names
 from viviane.etl.stage import OnBadRow, Shard, Stager
@@ -125,8 +125,7 @@ def run_job(
     split = parse_split(split) if isinstance(split, str) else split
     config = what if isinstance(what, EtlConfig) else what.config
     check_split(split, config)
-    files = find_sources(sources, hive_partitioning=config.input.hive_partitioning, file_name=config.input.file_name)
-    files = [replace(one, given_as=given_as) for one in files]
+    files = _files(config, sources, given_as)
     here = working_place(output)
     learned_part = None if isinstance(what, EtlConfig) else _digest(what)
     given = given_vocabularies(config) if isinstance(what, EtlConfig) else {}
@@ -173,6 +172,11 @@ def run_job(
             _logger.info("column %s: %d lists were longer than max_length and were cut", name, num)
     _logger.info("%d rows rejected, %d filtered, %s written", summary.rejected, summary.filtered, summary.rows)
     return summary
+
+
+def _files(config: EtlConfig, sources: str | AnyPath | Sequence[str | AnyPath], given_as: str) -> list[Source]:
+    found = find_sources(sources, hive_partitioning=config.input.hive_partitioning, file_name=config.input.file_name)
+    return [replace(one, given_as=given_as) for one in found]
 
 
 def _maker(
