@@ -1,5 +1,7 @@
 """Tables of one storage that have taken different numbers of steps, and the noise that rounds their rows."""
 
+from dataclasses import replace
+
 import torch
 
 from viviane.config import SGD, Adam
@@ -44,6 +46,21 @@ def test_tables_of_different_age_take_a_step_as_if_alone():
         assert ours.step == truth.step
         assert torch.equal(ours.weight, truth.weight)
         assert all(torch.equal(ours.state[part], truth.state[part]) for part in truth.state)
+
+
+def test_a_count_that_was_set_parts_tables_that_moved_together():
+    names, ids = ["a", "b"], torch.tensor([1, 1, 5])
+    together = collection(names, Adam())
+    for _ in range(2):  # the second step finds what the first one planned
+        step(together, names, ids)
+    together.import_table("b", replace(together.export_table("b"), step=7))
+    alone = {name: collection([name], Adam()) for name in names}
+    for name in names:
+        alone[name].import_table(name, together.export_table(name))
+        step(alone[name], [name], ids)
+    step(together, names, ids)
+    for name in names:
+        assert torch.equal(together.export_table(name).weight, alone[name].export_table(name).weight)
 
 
 def test_every_table_is_rounded_by_noise_of_its_own():

@@ -161,6 +161,7 @@ FOREIGN_PRIVATE = {
     "_modules": "torch.nn.Module", "_parameters": "torch.nn.Module", "_buffers": "torch.nn.Module",
     "_non_persistent_buffers_set": "torch.nn.Module",
     "_version": "torch.Tensor: counts writes in place",
+    "_optimizer_step_pre_hooks": "torch.optim.Optimizer", "_optimizer_step_post_hooks": "torch.optim.Optimizer",
     "_timeout": "torch: NCCL options have no public timeout",
     "_PARTITION_EOF": "confluent_kafka.KafkaError",
     "_replace": "NamedTuple", "_asdict": "NamedTuple",

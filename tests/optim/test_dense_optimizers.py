@@ -117,3 +117,27 @@ def test_closure():
 
     assert optimizer.step(closure) == 1.0
     assert a.item() == 0.0
+
+
+def test_update_does_what_step_does_and_calls_its_hooks():
+    weights = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
+    plain, hooked = (build_dense_optimizer(Adam(), [weight], 0.1) for weight in weights)
+    calls = []
+    hooked.register_step_pre_hook(lambda *_: calls.append("before"))
+    hooked.register_step_post_hook(lambda *_: calls.append("after"))
+    for weight, optimizer in zip(weights, (plain, hooked), strict=True):
+        weight.grad = torch.tensor([1.0, -2.0, 0.5])
+        optimizer.update(0.5)
+    assert calls == ["before", "after"]
+    assert torch.equal(*weights)
+    assert not torch.equal(weights[0], torch.ones(3))
+    assert plain.param_groups[0]["step"] == hooked.param_groups[0]["step"] == 1
+
+
+def test_a_profiler_sees_an_update_as_a_step():
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = build_dense_optimizer(SGD(), [weight], 0.1)
+    weight.grad = torch.ones(3)
+    with torch.autograd.profiler.profile() as profile:
+        optimizer.update()
+    assert any(event.name.startswith("Optimizer.step#") for event in profile.function_events)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from viviane.optim import dense
 from viviane.training import trainer_base as trainers
 from viviane.training.graph import captured
 from viviane.training.graph.capture import CapturedGraph
@@ -11,7 +12,6 @@ from viviane.training.graph.controls import Controls
 from viviane.training.graph.host_control_block import HostControlBlock
 from viviane.training.graph.overlap import OverlappedInput
 from viviane.training.graph.static_batch import StaticBatch
-from viviane.training.step import dense_parameters
 
 CPU = torch.device("cpu")
 
@@ -30,7 +30,7 @@ class Rerun:
         for group in groups:
             group["step"] -= 1
         with pytest.MonkeyPatch.context() as patch:  # dense weights move by the device's numbers, through the gate
-            patch.setattr(dense_parameters, "is_capturing", lambda device: True)
+            patch.setattr(dense, "is_capturing", lambda device: True)
             mover = self.step.optimizer.mover
             mover.device_numbers, mover.gate = self.step_status.controls.group, self.step_status.gate
             self.run()
@@ -96,7 +96,7 @@ def replays(monkeypatch):
 def let_replay(trainer):
     """Let a trainer's steps be replayed, where its solver wants that; steps from Python move by the same formulas."""
     trainer.stepper.captured._is_disabled = not trainer.solver.cuda_graph
-    trainer.stepper.optimizer.mover = dense_parameters.DenseMover()
+    trainer.stepper.optimizer.mover = dense.DenseMover()
     for collection in trainer.stepper.collections.values() if trainer.solver.cuda_graph else ():
         for storage in collection.all_storages():
             storage.steps.hold(CPU)  # tables count as on a GPU: on the device, through the gate

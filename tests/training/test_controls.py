@@ -7,9 +7,9 @@ from viviane.config import SGD, AdaGrad, Adam, Ftrl, RMSProp
 from viviane.ops.dense_update import update_status
 from viviane.ops.rules import NUM_DENSE_NUMBERS
 from viviane.optim import build_dense_optimizer
+from viviane.optim.dense import DenseMover
 from viviane.training.graph.captured_step import StepStatus
 from viviane.training.graph.controls import Controls, step_values
-from viviane.training.step.dense_parameters import DenseMover
 
 RULES = [
     SGD(weight_decay=0.01),

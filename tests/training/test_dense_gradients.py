@@ -16,12 +16,12 @@ from group_model import SCHEMA, Clicks, columns, settings, tensors_of
 from viviane.batch import Batch
 from viviane.config import SGD, Adam, Ftrl
 from viviane.core.errors import NumericsError
+from viviane.optim.dense import DenseGradients
 from viviane.parallel import Group
 from viviane.training import Trainer
 from viviane.training import trainer_base as trainers
 from viviane.training.graph import captured
 from viviane.training.step.dense_exchange import DenseExchange
-from viviane.training.step.dense_parameters import DenseGradients
 
 CASES = [
     ({}, Adam()),

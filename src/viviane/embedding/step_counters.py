@@ -21,6 +21,9 @@ class StepCounters(MutableMapping[str, int]):
     Args:
         tables: their names.
 
+    Attributes:
+        version: differs from an earlier one if other tables may share a count now, among those that were counted last.
+
     Example:
         >>> counters = StepCounters(["a", "b"])
         >>> counters.count(frozenset(["a"]))
@@ -36,6 +39,8 @@ class StepCounters(MutableMapping[str, int]):
         self._masks: dict[frozenset[str], Tensor] = {}
         self._bound: set[tuple[str, ...]] = set()
         self._is_stale = False
+        self.version = 0
+        self._last_counted: frozenset[str] = frozenset()
 
     def __getitem__(self, name: str) -> int:
         return self._counts[name] if self._on_device is None else int(self._on_device[self._place[name]])
@@ -43,6 +48,7 @@ class StepCounters(MutableMapping[str, int]):
     def __setitem__(self, name: str, count: int) -> None:
         if name not in self._counts:
             raise KeyError(name)
+        self.version += 1
         self._counts[name] = count
         if self._on_device is not None:
             self._on_device[self._place[name]] = count
@@ -69,11 +75,14 @@ class StepCounters(MutableMapping[str, int]):
     def release(self) -> None:
         """Count on the host again; graphs recorded before are not to be replayed any more."""
         if self._on_device is not None:
+            self.version += 1
             self._counts = dict(self)
             self._on_device, self._masks, self._bound, self._is_stale = None, {}, set(), False
 
     def count(self, tables: frozenset[str], gate: Tensor | None = None) -> None:
         """Add one to each of some tables; on the device none to any where the gate is 0."""
+        if tables != self._last_counted:  # tables that are counted together keep their differences
+            self._last_counted, self.version = tables, self.version + 1
         if self._on_device is None:
             for name in tables:
                 self._counts[name] += 1
@@ -96,6 +105,7 @@ class StepCounters(MutableMapping[str, int]):
 
     def _group_tables(self) -> None:
         assert self._on_device is not None
+        self.version += 1
         self._counts = dict(zip(self._counts, self._on_device.tolist(), strict=True))
         known = {count: i for i, count in enumerate(dict.fromkeys(self._counts.values()))}
         # Tables that a graph counts apart stay apart, whatever their counters are now.

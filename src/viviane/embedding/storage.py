@@ -124,6 +124,8 @@ class Storage(TableStorage):
         self._gradient_stride = (0, 0)
         """An output's width, and how far apart the rows of its last gradient began."""
         self._scratch = Scratch()
+        self._launches: tuple[int, frozenset[str], list[tuple[int, int, int, tuple[str, ...]]]] | None = None
+        """The result of `_ranges`, and what it was made for."""
         self.row_mean: RowMean | None = None
         self.snapshots: dict[int, RowSnapshot] = {}
         """By rule_range, what a checkpoint in progress still has to read."""
@@ -296,7 +298,7 @@ class Storage(TableStorage):
         if self.weight.is_cuda and is_capturing(self.weight.device):
             join_rows(self.weight.device, self._scratch)
         self._pending.append(gradients)
-        self._all = self._summed = None
+        self._forget_sums()
 
     @property
     def has_gradients(self) -> bool:
@@ -315,7 +317,8 @@ class Storage(TableStorage):
 
     def waiting_tables(self) -> frozenset[str]:
         """Return the tables that the waiting gradients may move."""
-        return frozenset().union(*(one.tables for one in self._pending))
+        every = {one.tables for one in self._pending}
+        return next(iter(every)) if len(every) == 1 else frozenset().union(*every)
 
     @serialized
     def replace_gradients(self, gradients: RowGradients) -> None:
@@ -328,8 +331,18 @@ class Storage(TableStorage):
     def discard_gradients(self) -> None:
         """Drop the gradients that wait."""
         self._pending.clear()
-        self._all = self._summed = self._prepared = None
-        self.is_joined = False
+        self._forget_sums()
+        if self._prepared is not None:
+            self._prepared = None
+        if self.is_joined:
+            self.is_joined = False
+
+    def _forget_sums(self) -> None:
+        """Drop what was made of the waiting gradients; a module's attributes take long to set, so only where needed."""
+        if self._all is not None:
+            self._all = None
+        if self._summed is not None:
+            self._summed = None
 
     @serialized
     def summed_gradients(self) -> tuple[Tensor, Tensor]:
@@ -354,7 +367,8 @@ class Storage(TableStorage):
     def _entries(self) -> Entries:
         """Return all entries that wait; the same tensors again for a norm and the step, whose rows are sorted once."""
         if self._all is None:
-            self._all = replace(self._joined(), bound=self.null_row + ZERO_ROWS)
+            joined = self._joined()  # a CPU does not sort, and needs no bound
+            self._all = replace(joined, bound=self.null_row + ZERO_ROWS) if self.weight.is_cuda else joined
         return self._all
 
     @serialized
@@ -376,13 +390,14 @@ class Storage(TableStorage):
         """Apply each table's rule to the touched rows, unless the gate is 0, and drop the gradients."""
         if not self._pending:
             return
-        device = self.weight.device
+        weight = self.weight
+        device = weight.device
         if device.type == "cuda" and (is_capturing(device) or isinstance(lr, Tensor) or isinstance(factor, Tensor)):
             self.steps.hold(device)
         active = self.waiting_tables()
         self.steps.count(active, gate)
         # A mean of rows takes rows several times: neither a GPU nor a recorded step is asked which are distinct.
-        by_row = self.row_mean is not None and gate is None and not self.weight.is_cuda
+        by_row = self.row_mean is not None and gate is None and not weight.is_cuda
         if self._summed is not None or by_row:
             rows, sums = self.summed_gradients()
             entries = Entries(rows, sums.view(-1))
@@ -392,20 +407,22 @@ class Storage(TableStorage):
         before = None
         if self.row_mean is not None:
             rows = rows.to(torch.int64)
-            before = self.weight.index_select(0, rows)
+            before = weight.index_select(0, rows)
         with self._updating(entries.rows):
             for index, start, stop, tables in self._ranges(active):
                 rule = self.rule_ranges[index].optimizer
                 assert rule is not None
+                if self._by_count(index):
+                    self.steps.bind_shared(tables)
                 names, first_name = self._names(start, stop, tables[0])
                 update_rows(
-                    self.weight[start:stop], self._state(index, start, stop), entries, rule,
+                    weight[start:stop], self._state(index, start, stop), entries, rule,
                     lr=lr if rule.lr is None else rule.lr * factor, step=self.steps.counter(tables[0]), scale=scale,
                     first_row=start, seed=self._seed + first_name, scratch=self._scratch, gate=gate, names=names,
                     first_name=first_name,
                 )  # fmt: skip
             if self.row_mean is not None and before is not None:
-                self.row_mean.visit(rows, before, self.weight.index_select(0, rows), gate)
+                self.row_mean.visit(rows, before, weight.index_select(0, rows), gate)
         self.discard_gradients()
 
     # Content ------------------------------------------------------------------------------------------------
@@ -520,12 +537,22 @@ class Storage(TableStorage):
             stack.enter_context(snapshot.moving(inside))
         return stack
 
-    def _ranges(self, active: frozenset[str]) -> Iterator[tuple[int, int, int, tuple[str, ...]]]:
-        """Give runs of neighbouring tables that one launch may move: rule_range, start, stop, names."""
+    def _by_count(self, index: int) -> bool:
+        """Whether updates of a rule_range depend on the number of steps, by bias corrections or stochastic rounding."""
+        return self.dtype != torch.float32 or self.rule_ranges[index].uses_step
+
+    def _ranges(self, active: frozenset[str]) -> list[tuple[int, int, int, tuple[str, ...]]]:
+        """Return runs of neighbouring tables that one launch may move: rule_range, start, stop, names.
+
+        Args:
+            active: tables whose step has just been counted.
+        """
+        version = self.steps.version
+        if self._launches is not None and self._launches[0] == version and self._launches[1] == active:
+            return self._launches[2]
+        found = []
         for index, rule_range in enumerate(self.rule_ranges):
-            # Bias corrections and stochastic rounding depend on how many steps a table has taken.
-            by_count = rule_range.uses_step or self.dtype != torch.float32
-            counts = self.steps.shared_counts if by_count else None
+            counts = self.steps.shared_counts if self._by_count(index) else None
             runs: list[list[str]] = []
             for before, name in zip((None, *rule_range.tables), rule_range.tables, strict=False):
                 together = runs and before == runs[-1][-1] and (counts is None or counts[before] == counts[name])
@@ -534,10 +561,10 @@ class Storage(TableStorage):
                 elif name in active:
                     runs.append([name])
             for run in runs:
-                if by_count:
-                    self.steps.bind_shared(run)
                 stop = self.bases[run[-1]] + self.room[run[-1]]
-                yield index, self.bases[run[0]], stop, tuple(run)
+                found.append((index, self.bases[run[0]], stop, tuple(run)))
+        self._launches = version, active, found
+        return found
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         if fn(torch.zeros(1)).dtype != torch.float32:

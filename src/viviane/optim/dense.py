@@ -4,8 +4,9 @@ It is an ordinary `torch.optim.Optimizer` around a rule of `viviane.ops.rules`, 
 tables follow the same arithmetic. Two formulas differ from torch.optim: epsilon is added to the plain root, and Adam's
 bias correction is part of the learning rate (see `viviane.config.optimizers`).
 
-A `Mover` may take the arithmetic over: training gives one that moves all tensors in one kernel, with numbers that are
-read from the device, so that a CUDA graph can replay it. Its results differ from those here by rounding alone.
+A `Mover` may take the arithmetic over: training uses `DenseMover`, which moves all tensors in one kernel, with numbers
+that are read from the device, so that a CUDA graph can replay it. Its results differ from those here by rounding
+alone. `DenseGradients` defines where the gradient of a dense weight is.
 """
 
 from __future__ import annotations
@@ -16,10 +17,13 @@ from types import MappingProxyType
 from typing import Any, Protocol, overload
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from viviane.config import AnyOptimizer, Solver
 from viviane.core.errors import ConfigError, NumericsError
+from viviane.ops.capture import is_capturing
+from viviane.ops.dense_update import Workspace, move_tensors
 from viviane.ops.rules import DenseNumbers, DenseRule, rule_of
 
 
@@ -102,6 +106,19 @@ class DenseOptimizer(torch.optim.Optimizer):
             param_group.setdefault("own_lr", True)
         super().add_param_group(param_group)
 
+    def update(self, scale: float | Tensor = 1.0) -> None:
+        """Do what `step` does, without the range of torch's profiler around it, which takes longer than small updates.
+
+        Hooks, an active profiler and whoever replaced `step` still see a call of it.
+        """
+        hooks = self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks
+        hooks = hooks or _global_optimizer_pre_hooks or _global_optimizer_post_hooks
+        if hooks or "step" in vars(self) or torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
+            self.step(scale=scale)
+        else:
+            with torch.no_grad():
+                self._update(scale)
+
     @overload
     def step(self, closure: None = None, *, scale: float | Tensor = 1.0) -> None: ...
     @overload
@@ -118,6 +135,11 @@ class DenseOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._update(scale)
+        return loss
+
+    def _update(self, scale: float | Tensor) -> None:
+        """Count a step of each group, and move its parameters by device and type."""
         for place, group in enumerate(self.param_groups):
             kinds: dict[tuple[torch.device, torch.dtype], list[tuple[Tensor, Tensor]]] = defaultdict(list)
             for param in group["params"]:
@@ -131,7 +153,6 @@ class DenseOptimizer(torch.optim.Optimizer):
             group["step"] += 1
             for pairs in kinds.values():
                 self._move([param for param, _ in pairs], [one for _, one in pairs], place, group, scale)
-        return loss
 
     def _move(
         self,
@@ -202,6 +223,122 @@ def build_dense_optimizer(settings: AnyOptimizer, params: Iterable[Any], lr: flo
         options.pop(name, None)
     own = options.pop("lr")
     return DenseOptimizer(params, lr if own is None else own, own is not None, rule, **options)
+
+
+class DenseGradients:
+    """Gradients of dense parameters: in `grad`, or in `wire_gradients` if their type differs, which torch refuses.
+
+    Args:
+        parameters: parameters by name.
+
+    Attributes:
+        wire_gradients: gradients whose type differs from their parameter's, instead of its `grad`.
+
+    Example:
+        >>> layer = nn.Linear(2, 1, bias=False)
+        >>> gradients = DenseGradients(dict(layer.named_parameters()))
+        >>> gradients.wire_gradients[layer.weight] = layer.weight.detach().bfloat16()
+        >>> gradients.named()["weight"].dtype
+        torch.bfloat16
+        >>> gradients.drop(); gradients.named()
+        {}
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        self.parameters = parameters
+        self.wire_gradients: dict[Tensor, Tensor] = {}
+
+    def named(self) -> dict[str, Tensor]:
+        """Return the existing gradients, by parameter name."""
+        found: dict[str, Tensor] = {}
+        for name, parameter in self.parameters.items():
+            gradient = self.wire_gradients.get(parameter, parameter.grad)
+            if gradient is not None:
+                found[name] = gradient
+        return found
+
+    def all(self) -> list[Tensor]:
+        """Return the existing gradients."""
+        return list(self.named().values())
+
+    def drop(self) -> None:
+        """Drop all gradients."""
+        self.wire_gradients.clear()
+        for parameter in self.parameters.values():
+            parameter.grad = None
+
+
+def all_numbers(optimizer: DenseOptimizer, place: int) -> list[float]:
+    """Return the values that `viviane.ops.dense_update` reads in the current step of a parameter group.
+
+    Example:
+        >>> from viviane.config import SGD
+        >>> all_numbers(build_dense_optimizer(SGD(momentum=0.75), [torch.ones(1)], 0.5), 0)
+        [0.5, 0.0, 0.0, 0.75, 0.0, 0.25, 1.0, 0.0, 0.0]
+    """
+    return optimizer.numbers(optimizer.param_groups[place]).values()
+
+
+class DenseMover:
+    """Updates all dense parameters of a group in one launch.
+
+    An eager launch copies the values of the step to the device; a captured launch reads the tensors of
+    `device_numbers`.
+
+    Attributes:
+        device_numbers: returns the values of a parameter group on the device; set before a capture.
+        gate: gate of captured steps.
+    """
+
+    def __init__(self) -> None:
+        self.device_numbers: Callable[[int], Tensor] | None = None
+        self.gate: Tensor | None = None
+        self._workspaces: dict[int, Workspace] = {}
+
+    def __call__(
+        self,
+        optimizer: DenseOptimizer,
+        place: int,
+        params: list[Tensor],
+        gradients: list[Tensor],
+        states: list[list[Tensor]],
+        scale: float | Tensor,
+    ) -> None:
+        """Update the tensors."""
+        device, group = params[0].device, optimizer.param_groups[place]
+        gate, factor = None, scale if isinstance(scale, Tensor) else None
+        if not isinstance(scale, Tensor) and scale != 1.0:
+            factor = torch.full((), scale, dtype=torch.float32, device=device)
+        numbers: Tensor | list[float]
+        if self.device_numbers is not None and is_capturing(device):
+            numbers, gate = self.device_numbers(place), self.gate
+        else:
+            values = optimizer.numbers(group).values()
+            numbers = values if device.type == "cpu" else _on_device(values, device)
+        move_tensors(
+            optimizer.rule.name, params, gradients, states, numbers, inside=bool(group.get("epsilon_inside_root")),
+            decays=optimizer.decays(group), scale=factor, gate=gate,
+            workspace=self._workspaces.get(place) or self._workspaces.setdefault(place, Workspace()),
+        )  # fmt: skip
+
+    def reserve(self, optimizer: DenseOptimizer) -> list[Tensor]:
+        """Reserve the memory that captured launches read, before a capture; keep it as long as the graph."""
+        groups = enumerate(optimizer.param_groups)
+        return [self._workspaces.setdefault(i, Workspace()).reserve(group["params"]) for i, group in groups]
+
+    def write(self) -> list[Tensor]:
+        """Write the memory that captured launches read, after a capture; return more tensors to keep with the graph.
+
+        Eager steps create these tensors, and replace them when other parameters have gradients.
+        """
+        for workspace in self._workspaces.values():
+            workspace.write()
+        return [one for workspace in self._workspaces.values() for one in workspace.tensors.values()]
+
+
+def _on_device(values: list[float], device: torch.device) -> Tensor:
+    host = torch.tensor(values, dtype=torch.float64)
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
 
 
 class LearningRateSchedule:

@@ -80,7 +80,7 @@ def move_tensors(
     params: Sequence[Tensor],
     gradients: Sequence[Tensor],
     states: Sequence[Sequence[Tensor]],
-    numbers: Tensor,
+    numbers: Tensor | Sequence[float],
     *,
     inside: bool = False,
     decays: bool = False,
@@ -95,7 +95,7 @@ def move_tensors(
         params: float32, contiguous.
         gradients: of the shapes of `params`; float32, bfloat16 or float16, all of one type.
         states: lists beside `params`, as many as the rule has.
-        numbers, scale, gate: on the device; see above.
+        numbers, scale, gate: on the device; see above. For parameters on the CPU the numbers may be a list.
         inside: whether epsilon is inside the root.
         decays: whether the weight decay is to be read.
         workspace: kept from call to call.
@@ -126,7 +126,7 @@ def _move_whole_tensors(
     params: Sequence[Tensor],
     gradients: Sequence[Tensor],
     states: Sequence[Sequence[Tensor]],
-    numbers: Tensor,
+    numbers: Tensor | Sequence[float],
     inside: bool,
     decays: bool,
     scale: Tensor | None,
@@ -134,6 +134,7 @@ def _move_whole_tensors(
 ) -> None:
     """Move by torch operations that read the numbers on the device; a CUDA graph can capture them."""
     check_moved(params, states)
+    numbers = numbers if isinstance(numbers, Tensor) else torch.tensor(numbers, dtype=torch.float64)
     taken = DenseNumbers.of(numbers.to(torch.float32).unbind())
     shaped = [one.to(torch.float32) if scale is None else one.to(torch.float32) * scale for one in gradients]
     if decays:
@@ -247,9 +248,10 @@ def check_moved(params: Sequence[Tensor], states: Sequence[Sequence[Tensor]]) ->
     Raises:
         VivianeError: a parameter or state is not contiguous, float32.
     """
-    for one in (*params, *(one for state in states for one in state)):
-        if one.dtype != torch.float32 or not one.is_contiguous():
-            raise VivianeError("parameters and state must be contiguous, float32", value=str(one.dtype))
+    for column in (params, *states):
+        for one in column:
+            if one.dtype != torch.float32 or not one.is_contiguous():
+                raise VivianeError("parameters and state must be contiguous, float32", value=str(one.dtype))
 
 
 def gradient_type(gradients: Sequence[Tensor]) -> torch.dtype:

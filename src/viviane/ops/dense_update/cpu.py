@@ -36,7 +36,7 @@ def move_tensors(
     params: Sequence[Tensor],
     gradients: Sequence[Tensor],
     states: Sequence[Sequence[Tensor]],
-    numbers: Tensor,
+    numbers: Tensor | Sequence[float],
     *,
     inside: bool,
     decays: bool,
@@ -52,7 +52,8 @@ def move_tensors(
     check_moved(params, states)
     kind = KINDS[gradient_type(gradients)]
     table, total = _table(params, gradients, *both)
-    values = _numbers(rule, numbers.tolist(), inside, decays, 1.0 if scale is None else float(scale))
+    given_numbers = numbers.tolist() if isinstance(numbers, Tensor) else numbers
+    values = _numbers(rule, given_numbers, inside, decays, 1.0 if scale is None else float(scale))
     given = (ctypes.c_double * len(values))(*values)
     threads = num_threads(total)
     update_kernel(rule, kind, sources())(
@@ -63,8 +64,10 @@ def move_tensors(
 def _table(*columns: Sequence[Tensor]) -> tuple[ctypes.Array[ctypes.c_int64], int]:
     """Return the tensors' addresses and sizes, row by row, and how many numbers a column has."""
     sizes = [one.numel() for one in columns[0]]
-    rows = [(*(one.data_ptr() for one in row), size) for *row, size in zip(*columns, sizes, strict=True)]
-    flat = [value for row in rows for value in row]
+    flat = [0] * (_COLUMNS * len(sizes))
+    for place, column in enumerate(columns):
+        flat[place::_COLUMNS] = map(Tensor.data_ptr, column)
+    flat[_COLUMNS - 1 :: _COLUMNS] = sizes
     return (ctypes.c_int64 * len(flat))(*flat), sum(sizes)
 
 

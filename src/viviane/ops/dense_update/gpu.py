@@ -37,7 +37,7 @@ def move_tensors(
     params: Sequence[Tensor],
     gradients: Sequence[Tensor],
     states: Sequence[Sequence[Tensor]],
-    numbers: Tensor,
+    numbers: Tensor | Sequence[float],
     *,
     inside: bool,
     decays: bool,
@@ -46,6 +46,8 @@ def move_tensors(
     workspace: Workspace,
 ) -> None:
     """Move parameters and state in place."""
+    if not isinstance(numbers, Tensor):
+        numbers = torch.tensor(numbers, dtype=torch.float64, device=params[0].device)
     gradients = [one.contiguous() for one in gradients]
     columns = [params, gradients, *states]
     check_moved(params, states)

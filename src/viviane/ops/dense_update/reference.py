@@ -19,7 +19,7 @@ def move_tensors(
     params: Sequence[Tensor],
     gradients: Sequence[Tensor],
     states: Sequence[Sequence[Tensor]],
-    numbers: Tensor,
+    numbers: Tensor | Sequence[float],
     *,
     inside: bool,
     decays: bool,
@@ -30,7 +30,7 @@ def move_tensors(
     """Move parameters and state in place."""
     if gate is not None and not bool(gate):
         return
-    taken = DenseNumbers.of(numbers.tolist())
+    taken = DenseNumbers.of(numbers.tolist() if isinstance(numbers, Tensor) else numbers)
     shaped = []
     for w, gradient in zip(params, gradients, strict=True):
         g = gradient.to(w.dtype)

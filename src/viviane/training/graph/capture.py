@@ -15,13 +15,13 @@ from viviane.core.errors import ConfigError
 from viviane.core.logging import get_logger
 from viviane.ops.capture import URGENT, forget_branches
 from viviane.ops.dense_update import Workspace
+from viviane.optim.dense import DenseMover
 from viviane.parallel import ShardedCollection
 from viviane.training.graph.captured_step import StepStatus, run_captured_step
 from viviane.training.graph.controls import Controls
 from viviane.training.graph.host_control_block import HostControlBlock
 from viviane.training.graph.overlap import OverlappedInput
 from viviane.training.graph.static_batch import StaticBatch
-from viviane.training.step.dense_parameters import DenseMover
 from viviane.training.step.precision import Precision
 from viviane.training.step.program import TrainStep
 

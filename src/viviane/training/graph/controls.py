@@ -9,7 +9,7 @@ from torch import Tensor
 
 from viviane.ops.rules import NUM_DENSE_NUMBERS
 from viviane.optim import DenseOptimizer
-from viviane.training.step.dense_parameters import all_numbers
+from viviane.optim.dense import all_numbers
 
 _RATES = 2
 

@@ -19,7 +19,7 @@ from viviane.core.errors import NumericsError
 from viviane.core.ranges import timed_as
 from viviane.embedding import TableCollection
 from viviane.embedding.module_parts import dense_buffers, dense_parameters
-from viviane.training.step.dense_parameters import DenseGradients
+from viviane.optim.dense import DenseGradients
 
 _MAX_NAMES = 5
 FIX = "weights are unchanged since the previous step; lower lr or set clip_grad_norm if the data is right"

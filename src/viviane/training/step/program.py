@@ -350,7 +350,7 @@ class TrainStep(StepState):
         lr, factor = executor.begin_update()
         if self.optimizer is not None:
             with executor.overlap:
-                self.optimizer.step(scale=scale)
+                self.optimizer.update(scale)
         with time_range("table update"):
             for collection in self.collections.values():
                 collection.begin_step(lr, scale, factor, executor.gate)()  # checked before clipping

@@ -15,6 +15,7 @@ from viviane.core.locations import AnyPath
 from viviane.embedding.module_parts import collections_of, dense_parameters
 from viviane.ops.dense_update import reason as dense_reason
 from viviane.optim import DenseOptimizer, LearningRateSchedule, build_dense_optimizer
+from viviane.optim.dense import DenseGradients, DenseMover
 from viviane.parallel import Group, ShardedCollection
 from viviane.training.checkpoint.load import load_checkpoint
 from viviane.training.checkpoint.saved_table import Progress
@@ -22,7 +23,6 @@ from viviane.training.profiling.stages import StageTimes
 from viviane.training.step.average import WeightMean
 from viviane.training.step.batch_norm import join_batch_norms
 from viviane.training.step.dense_exchange import DenseExchange
-from viviane.training.step.dense_parameters import DenseGradients, DenseMover
 from viviane.training.step.group_guard import GroupGuard
 from viviane.training.step.guard import NanGuard
 from viviane.training.step.loss_scale import LossScale
