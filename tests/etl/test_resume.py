@@ -42,7 +42,7 @@ if where == "stage":
     stage.write_json_atomic = deadly(stage.write_json_atomic)
 elif where == "learn":
     from viviane.etl.fitting import Fitter
-    Fitter._vocabulary = deadly(Fitter._vocabulary)
+    Fitter._counts = deadly(Fitter._counts)
 elif where == "groups":
     from viviane.etl.group_fitting import GroupFitter
     GroupFitter._learn = deadly(GroupFitter._learn)
@@ -57,6 +57,9 @@ plain["derived"] = [
     {"type": "difference_lag", "name": "lag", "source": "I1", "by": "C2", "order_by": "I1"},
     {"type": "count", "name": "n", "by": "C1"},
     {"type": "target_encode", "name": "te", "by": ["C1", "C2"], "target": "label"},
+]
+plain["categorical"] += [
+    {"name": name, "source": ["C1", name[1:]], "encoding": {"type": "categorify"}} for name in ("xC1", "xC2", "xC3")
 ]
 plain["dense"] += [{"name": name, "operators": [{"type": "fill"}]} for name in ("lag", "n", "te")]
 run(EtlConfig.from_dict(plain), raw, out, split="rows:train=0.8,test=0.2", threads=2)

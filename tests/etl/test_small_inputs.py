@@ -14,9 +14,13 @@ from raw_files import config, data_bytes, text
 
 from viviane.etl import criteo, pipeline, run, stage
 from viviane.etl.cells import convert
-from viviane.etl.columns import Input, InputColumn
+from viviane.etl.columns import CategoricalSpec, DenseSpec, Input, InputColumn
+from viviane.etl.engine import DuckDbEngine
+from viviane.etl.expressions import exploded
 from viviane.etl.fitting import Fitter
 from viviane.etl.gpu import GpuEngine
+from viviane.etl.held import Counting, HeldRows
+from viviane.etl.operators import chain, chain_column
 from viviane.etl.sources import find_sources
 from viviane.etl.text import Chunk, parse_block, text_layout
 
@@ -114,7 +118,7 @@ def test_a_run_that_goes_on_holds_nothing_and_ends_the_same(tmp_path: Path, monk
         patch.setattr(Fitter, "_quantiles", cut_off)
         with pytest.raises(KeyboardInterrupt):
             run(EVERYTHING, raw, tmp_path / "out")
-    assert len(list((tmp_path / ".out.etl/learned").iterdir())) > 1
+    assert len(list((tmp_path / ".out.etl/learned").iterdir())) == 1  # of the cross; the others are counted again
     run(EVERYTHING, raw, tmp_path / "out")
     assert data_bytes(tmp_path / "out") == data_bytes(tmp_path / "whole")
 
@@ -128,6 +132,7 @@ def test_queries_over_like_columns_are_planned_once(tmp_path: Path, monkeypatch:
         with monkeypatch.context() as patch:
             patch.setattr(ibis, "to_sql", lambda *args, **rest: calls.append(0) or plan(*args, **rest))
             raw = text(tmp_path / "raw.tsv", ("\t".join(["1", "2", *(["0000000a"] * num)]) + "\n") * 9)
+            shape(patch, 60_000, 0)  # nothing is held: all is computed by the engine
             summary = run(criteo(num_dense=1, num_categorical=num), raw, tmp_path / str(num))
         assert summary.num_ids == {f"C{i + 1}": 4 for i in range(num)}
         return len(calls)
@@ -197,3 +202,62 @@ def test_the_command_runs_without_torch(tmp_path: Path) -> None:
     words = ["etl", str(raw), "--config", str(tmp_path / "etl.json"), "--output", str(tmp_path / "out")]
     done = subprocess.run([sys.executable, "-c", program, *words], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_small_input_of_plain_columns_needs_no_engine(tmp_path: Path) -> None:
+    """DuckDB and ibis take longer to load than 50 rows to clean."""
+    text(tmp_path / "raw.tsv", "1\t2\t0000000a\n0\t\t\n" * 25)
+    program = (
+        "import sys; from viviane.etl import criteo, run\n"
+        "run(criteo(num_dense=1, num_categorical=1), sys.argv[1], sys.argv[2], split='rows:train=0.8,test=0.2')\n"
+        "assert 'duckdb' not in sys.modules and 'ibis' not in sys.modules"
+    )
+    words = [str(tmp_path / "raw.tsv"), str(tmp_path / "out")]
+    done = subprocess.run([sys.executable, "-c", program, *words], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_operators_in_memory_have_the_bits_of_the_engine() -> None:
+    noise = np.random.default_rng(3)
+    numbers = np.concatenate([noise.lognormal(2, 4, 3000), -noise.lognormal(1, 3, 500), np.arange(-9.0, 9.5, 0.5)])
+    x = pa.array(numbers, mask=noise.random(len(numbers)) < 0.1)
+    state = {"mean": 3.7, "std": 0.3, "min": -2.5, "max": 1.25, "median": 2.0}
+    engine = DuckDbEngine()
+    settings: list[dict[str, Any]] = [
+        {"type": "fill", "value": "median"}, {"type": "fill", "value": -2}, {"type": "clip", "min": -1, "max": 5},
+        {"type": "clip", "max": 0.5}, {"type": "log"}, {"type": "log_square"}, {"type": "standardize"},
+        {"type": "min_max"}, {"type": "threshold", "at": 2},
+    ]  # fmt: skip
+    for one in settings:
+        (operator,) = DenseSpec(name="x", operators=(one,)).operators  # type: ignore[arg-type]
+        found = chain_column(x, (operator,), {0: state})
+        made = engine.evaluate(pa.table({"x": x}), lambda t, o=operator: {"y": chain(t["x"], (o,), {0: state})})  # type: ignore[misc]
+        expected = made.column("y").combine_chunks()
+        assert found.is_null().equals(expected.is_null()), one
+        bits = [np.asarray(one.drop_null()).view(np.int64) for one in (found, expected)]
+        assert (bits[0] == bits[1]).all(), one
+    engine.close()
+
+
+@pytest.mark.parametrize("name", ["text", "number", "time", "list"])
+def test_values_in_memory_are_counted_as_the_engine_counts_them(name: str) -> None:
+    noise = np.random.default_rng(4)
+    values: dict[str, list[Any]] = {
+        "text": ["b", "Z", "\u00e9", "a", "\U0001f600", None], "number": [5, -3, 2**40, 0, None],
+        "time": [np.datetime64("2020-01-01", "us"), np.datetime64("1969-01-01", "us"), None],
+        "list": [["b", "a"], [], None, ["c", None]],
+    }  # fmt: skip
+    tables = [pa.table({"x": [values[name][i] for i in noise.integers(0, len(values[name]), n)]}) for n in (40, 0, 60)]
+    tables[1] = tables[0].slice(0, 0)
+    training = [noise.random(table.num_rows) < 0.7 for table in tables]
+    spec = CategoricalSpec(name="x") if name != "list" else CategoricalSpec(name="x", kind="multi_hot")
+    found = HeldRows(tables, training).counts(Counting([spec], 2, 4))
+    rows = pa.concat_tables([table.filter(pa.array(mask)) for table, mask in zip(tables, training, strict=True)])
+    engine = DuckDbEngine()
+    with engine.held(rows) as held:
+        picked = exploded(engine.pick(held, ["x"]), ["value0"])
+        expected = engine.count(
+            picked.select(value=picked.value0).filter(picked.value0.notnull()), min_count=2, max_values=4
+        )
+    assert found.equals(expected.cast(found.schema))
+    engine.close()

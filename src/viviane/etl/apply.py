@@ -17,17 +17,18 @@ from viviane.core.errors import DataError
 from viviane.etl.cells import make_list
 from viviane.etl.columns import Bucketize, CategoricalSpec, DenseSpec, HashTo, LabelSpec, RawIds
 from viviane.etl.engine import Build, Engine, Lookup
-from viviane.etl.expressions import bucket, number_of, value_of
+from viviane.etl.expressions import bucket, value_of
+from viviane.etl.held import DICTIONARY
 from viviane.etl.learned import Learned
-from viviane.etl.operators import chain
-from viviane.etl.values import ListShape, combined, hash_values, missing_together, raw_ids
+from viviane.etl.values import ListShape, combined, hash_values, missing_together, number_column, raw_ids
 from viviane.schema import RESERVED
 
 
 class Applier:
     """Turns staged tables into output tables, row by row and in order.
 
-    Numbers and computed values are the engine's; ids are looked up column by column, on several threads.
+    Numbers are computed with Arrow, other computed values by the engine; ids are looked up column by column, on several
+    threads.
     """
 
     def __init__(self, fitted: Learned, engine: Engine, threads: int) -> None:
@@ -63,27 +64,25 @@ class Applier:
         specs: list[LabelSpec | DenseSpec] = [*config.labels, *config.dense]
         specs += [config.sample_weight] if config.sample_weight else []
         specs = [spec for spec in specs if (spec.source or spec.name) in staged.column_names]
-        scalars = tuple(spec for spec in specs if not (isinstance(spec, DenseSpec) and spec.dim > 1))
         columns: dict[str, Any] = {}
-        if scalars:
-            sources = list(dict.fromkeys(spec.source or spec.name for spec in scalars))
-            names = tuple(spec.name for spec in scalars)
-            build = self._build(names, lambda: partial(_scalars, scalars, self.fitted.states))
-            result = self._evaluate(staged.select(sources), build)
-            columns = {name: self._checked(name, combined(result.column(name))) for name in names}
         for spec in specs:
+            column = combined(staged.column(spec.source or spec.name))
             if isinstance(spec, DenseSpec) and spec.dim > 1:
-                columns[spec.name] = self._vector(spec, combined(staged.column(spec.source or spec.name)))
+                columns[spec.name] = self._vector(spec, column)
+            else:
+                columns[spec.name] = self._checked(spec.name, self._float32(spec, column))
         return columns
+
+    def _float32(self, spec: LabelSpec | DenseSpec, values: Any) -> Any:
+        numbers = number_column(spec, values, self.fitted.states.get(spec.name, {})).cast(pa.float32(), safe=False)
+        return pc.fill_null(numbers, -1.0) if isinstance(spec, LabelSpec) and spec.optional else numbers
 
     def _vector(self, spec: DenseSpec, lists: Any) -> Any:
         """A list column of dim numbers; a missing list is dim missing numbers."""
         null = pc.is_null(lists).to_numpy(zero_copy_only=False)
         places = np.repeat(np.cumsum(~null) - 1, spec.dim) * spec.dim + np.tile(np.arange(spec.dim), len(lists))
         flat = pc.list_flatten(lists).take(pa.array(places, mask=np.repeat(null, spec.dim)))
-        build = self._build(("vector", spec.name), lambda: partial(_vector, spec, self.fitted.states))
-        values = combined(self._evaluate(pa.table({"value": flat}), build).column("value"))
-        return pa.FixedSizeListArray.from_arrays(self._checked(spec.name, values), spec.dim)
+        return pa.FixedSizeListArray.from_arrays(self._checked(spec.name, self._float32(spec, flat)), spec.dim)
 
     def _checked(self, name: str, values: Any) -> Any:
         if values.null_count:
@@ -101,7 +100,10 @@ class Applier:
         return values
 
     def _ids(self, spec: CategoricalSpec, staged: pa.Table) -> dict[str, Any]:
-        columns = [combined(staged.column(name)) for name in spec.sources]
+        names = [DICTIONARY + name if spec.is_plain else name for name in spec.sources]
+        if not set(names) <= set(staged.column_names):
+            names = list(spec.sources)
+        columns = [combined(staged.column(name)) for name in names]
         if spec.kind == "one_hot":
             return {spec.name: self._numbered(spec, columns)}
         columns = missing_together(columns)
@@ -143,7 +145,7 @@ class Applier:
             ids = codes + RESERVED.first
         else:
             known = self.fitted.vocabularies[spec.table].values
-            ids = self._lookup(spec.table)(values) + RESERVED.first
+            ids = self._places(spec.table, values) + RESERVED.first
             others = ids < RESERVED.first
             ids[others] = RESERVED.unknown
             if spec.encoding.unknown_buckets and others.any():
@@ -165,6 +167,16 @@ class Applier:
 
     def _evaluate(self, table: pa.Table, build: Build) -> pa.Table:
         return self.engine.evaluate(table, build)
+
+    def _places(self, table: str, values: Any) -> NDArray[Any]:
+        """The place of each value in a vocabulary, -1 where it has none; of a dictionary, each value is found once."""
+        find = self._lookup(table)
+        if not pa.types.is_dictionary(values.type):
+            return find(values)
+        places: NDArray[np.integer[Any]] = np.append(find(values.dictionary), -1)
+        codes = pc.fill_null(values.indices, len(places) - 1) if values.null_count else values.indices
+        found: NDArray[np.integer[Any]] = places[codes.to_numpy()]
+        return found
 
     def _lookup(self, table: str) -> Lookup:
         with self._lock:
@@ -190,18 +202,6 @@ def _check_hotness(name: str, hotness: int, lengths: NDArray[np.int64]) -> None:
             allowed=str(hotness),
             fix="let the function return lists of that length, or leave out hotness",
         )
-
-
-def _scalars(specs: tuple[LabelSpec | DenseSpec, ...], states: Mapping[str, Any], table: Any) -> dict[str, Any]:
-    found = {}
-    for spec in specs:
-        value = number_of(spec, table[spec.source or spec.name], states.get(spec.name, {})).cast("float32")
-        found[spec.name] = value.fill_null(-1.0) if isinstance(spec, LabelSpec) and spec.optional else value
-    return found
-
-
-def _vector(spec: DenseSpec, states: Mapping[str, Any], table: Any) -> dict[str, Any]:
-    return {"value": chain(table["value"], spec.operators, states.get(spec.name, {})).cast("float32")}
 
 
 def _value(spec: CategoricalSpec, states: Mapping[str, Any], table: Any) -> dict[str, Any]:

@@ -33,6 +33,11 @@ _NUM_FALSE: Final = 5
 _LOW_HALF, _LETTER, _ZERO, _SIX, _SIXTEEN = (  # the same byte eight times, for a text of eight digits as one word
     np.uint64(byte * 0x0101010101010101) for byte in (0x0F, 0x40, ord("0"), 6, 16)
 )
+_HALVINGS: Final = tuple(
+    (np.uint64(shift), np.uint64(mask))
+    for shift, mask in ((4, 0x00FF00FF00FF00FF), (8, 0x0000FFFF0000FFFF), (16, 0xFFFFFFFF))
+)
+_MINUS_ZERO: Final = -(2**63)  # the bits of -0.0, read as a whole number
 _TO_LETTER: Final = np.uint64(ord("a") - ord("9") - 1)
 
 
@@ -171,14 +176,19 @@ def _times(text: Any) -> tuple[Any, list[int]]:
 
 def _finite(array: Any) -> tuple[Any, list[int]]:
     """Turn NaN into missing and name infinite cells; -0.0 becomes 0.0, one value for one number."""
-    numbers = pc.fill_null(array, 0.0).to_numpy(zero_copy_only=False)
-    with np.errstate(over="ignore", invalid="ignore"):
-        total = numbers.sum()
-    if np.isfinite(total) and not (np.signbit(numbers) & (numbers == 0)).any():
+    if _is_plain(np.frombuffer(array.buffers()[1], np.float64, len(array), 8 * array.offset)):
         return array, []
+    numbers = pc.fill_null(array, 0.0).to_numpy(zero_copy_only=False)
     nan, infinite = np.isnan(numbers), np.isinf(numbers)
     mask = pc.is_null(array).to_numpy(zero_copy_only=False) | nan | infinite
     return pa.array(numbers + 0.0, mask=mask), np.flatnonzero(infinite).tolist()
+
+
+def _is_plain(numbers: NDArray[np.float64]) -> bool:
+    """Whether numbers are finite and none is -0.0; what lies under missing values may make this False."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        total = numbers.sum()
+    return bool(np.isfinite(total)) and bool(numbers.view(np.int64).min() != _MINUS_ZERO)
 
 
 def _hex(array: Any) -> tuple[Any, list[int]]:
@@ -208,15 +218,27 @@ def _eight_digits(array: Any) -> Any:
     if num_present != len(array) - array.null_count or num_bytes != 8 * num_present:
         return None
     text = np.frombuffer(data_buffer, np.uint64, num_present, int(offsets[0]))
-    digits = ((text & _LOW_HALF) + ((text & _LETTER) >> np.uint64(6)) * np.uint64(9)) & _LOW_HALF
+    spare = (text & _LETTER) >> np.uint64(6)  # two arrays are used again and again: they stay in the cache
+    spare *= np.uint64(9)
+    digits = text & _LOW_HALF
+    digits += spare
+    digits &= _LOW_HALF
     # Whatever the text was, digits is 0 to 15 in each byte: written out again, it is the text only if that was digits.
-    above_nine = ((digits + _SIX) & _SIXTEEN) >> np.uint64(4)
-    if not np.array_equal(digits + _ZERO + above_nine * _TO_LETTER, text | above_nine << np.uint64(5)):
+    np.add(digits, _SIX, out=spare)
+    spare &= _SIXTEEN  # above nine
+    written = spare >> np.uint64(4)
+    written *= _TO_LETTER
+    written += digits
+    written += _ZERO
+    spare <<= np.uint64(1)
+    spare |= text
+    if not np.array_equal(written, spare):
         return None
-    word = digits.byteswap()  # 0x0h0g0f0e0d0c0b0a read as big-endian: the first digit is the highest
-    word = (word | (word >> np.uint64(4))) & np.uint64(0x00FF00FF00FF00FF)
-    word = (word | (word >> np.uint64(8))) & np.uint64(0x0000FFFF0000FFFF)
-    word = (word | (word >> np.uint64(16))) & np.uint64(0xFFFFFFFF)
+    word = digits.byteswap(inplace=True)  # 0x0h0g0f0e0d0c0b0a read as big-endian: the first digit is the highest
+    for shift, mask in _HALVINGS:
+        np.right_shift(word, shift, out=spare)
+        word |= spare
+        word &= mask
     if num_present == len(array):
         return pa.array(word)
     full = np.zeros(len(array), np.uint64)

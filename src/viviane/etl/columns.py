@@ -251,6 +251,9 @@ class RawIds(Settings):
 Encoding: TypeAlias = Annotated[Categorify | GivenVocabulary | HashTo | Bucketize | RawIds, Field(discriminator="type")]
 
 
+_PLAIN = (Categorify, GivenVocabulary)
+
+
 class CategoricalSpec(Settings):
     """A column of ids.
 
@@ -311,6 +314,12 @@ class CategoricalSpec(Settings):
         if self.source is None:
             return (self.name,)
         return (self.source,) if isinstance(self.source, str) else self.source
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether values are counted and numbered as they are: no operator, cross or hash computes others first."""
+        buckets = getattr(self.encoding, "unknown_buckets", 0)
+        return len(self.sources) == 1 and not self.operators and isinstance(self.encoding, _PLAIN) and not buckets
 
     @property
     def table(self) -> str:

@@ -11,7 +11,7 @@ import importlib.util
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 from threading import Lock, Thread
 from typing import Any, Final, Protocol, TypeAlias
@@ -84,6 +84,9 @@ class Engine(Protocol):
     def evaluate(self, table: pa.Table, build: Build) -> pa.Table:
         """Compute columns from a table in memory, row by row, keeping their order; several threads may call it."""
 
+    def expect_expressions(self) -> None:
+        """Get ready for expressions while other work is done; without it the first one waits."""
+
     def close(self) -> None:
         """Release what it holds."""
 
@@ -112,8 +115,6 @@ def counted(values: Any, *, by_value: bool, min_count: int, max_values: int | No
 @cache
 def _loading_ibis() -> Thread:
     """Start to load ibis and its compiler once; this takes longer than reading a small input, so both run at once."""
-    if importlib.util.find_spec("ibis") is None:  # fail before the long work begins
-        require("ibis", extra="etl", purpose="feature engineering")
     thread = Thread(target=_load_ibis, name="loading ibis")
     thread.start()
     return thread
@@ -150,24 +151,36 @@ class DuckDbEngine:
     def __init__(
         self, *, memory_limit_bytes: int = 1 << 30, threads: int = 1, spill_folder: Path | None = None
     ) -> None:
-        duckdb = require("duckdb", extra="etl", purpose="feature engineering")
-        _loading_ibis()
-        self._error = duckdb.Error
+        for name in ("duckdb", "ibis"):  # fail before the long work begins
+            if importlib.util.find_spec(name) is None:
+                require(name, extra="etl", purpose="feature engineering")
         self.memory_limit_bytes, self.threads = memory_limit_bytes, threads
-        settings = {
-            "memory_limit": f"{memory_limit_bytes}B",
-            "threads": str(threads),
-            "preserve_insertion_order": "true",
-        }
-        if spill_folder is not None:
-            settings["temp_directory"] = str(spill_folder)
-        self._connection = duckdb.connect(":memory:", config={**settings, "python_enable_replacements": "false"})
-        # In a notebook without ipywidgets DuckDB has no bar, and refuses to be told so.
-        with suppress(duckdb.InvalidInputException):
-            self._connection.execute("SET enable_progress_bar = false")
+        self.spill_folder = spill_folder
         self._plans: dict[Any, tuple[str, list[str]]] = {}
         self._texts: dict[Any, str] = {}
         self._one_at_a_time = Lock()
+
+    @cached_property
+    def _connection(self) -> Any:
+        """The database, opened by the first query: a small input of plain columns needs none."""
+        duckdb = require("duckdb", extra="etl", purpose="feature engineering")
+        settings = {
+            "memory_limit": f"{self.memory_limit_bytes}B",
+            "threads": str(self.threads),
+            "preserve_insertion_order": "true",
+        }
+        if self.spill_folder is not None:
+            settings["temp_directory"] = str(self.spill_folder)
+        connection = duckdb.connect(":memory:", config={**settings, "python_enable_replacements": "false"})
+        # In a notebook without ipywidgets DuckDB has no bar, and refuses to be told so.
+        with suppress(duckdb.InvalidInputException):
+            connection.execute("SET enable_progress_bar = false")
+        return connection
+
+    @property
+    def _error(self) -> type[Exception]:
+        error: type[Exception] = require("duckdb", extra="etl", purpose="feature engineering").Error
+        return error
 
     @property
     def _ibis(self) -> Any:
@@ -247,9 +260,14 @@ class DuckDbEngine:
             finally:
                 self._connection.unregister("rows")
 
+    def expect_expressions(self) -> None:
+        """Load ibis beside what comes next, which takes as long as reading a small input."""
+        _loading_ibis()
+
     def close(self) -> None:
         """Release memory and spill files."""
-        self._connection.close()
+        if "_connection" in self.__dict__:
+            self._connection.close()
 
     def _text(self, expression: Any) -> str:
         """An ibis expression as SQL: put into words once, however often an equal one is built."""

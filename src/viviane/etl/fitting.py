@@ -16,6 +16,7 @@ from viviane.etl.columns import Bucketize, CategoricalSpec, Categorify, DenseSpe
 from viviane.etl.config import EtlConfig
 from viviane.etl.engine import Engine
 from viviane.etl.expressions import exploded, value_of
+from viviane.etl.held import Counting, HeldRows, counts_of_all
 from viviane.etl.learned import Learned, Vocabulary
 from viviane.etl.operators import State, chain
 from viviane.etl.parquet import read_columns
@@ -27,25 +28,30 @@ class Fitter:
     """Learns what a config asks for.
 
     Args:
-        rows: an ibis table of the training rows.
+        rows: returns an ibis table of the training rows.
         folder: finished vocabularies are kept here, so that an interrupted run resumes.
         progress: called with the number of columns done.
         counted: the same rows as `rows`, where they are soonest read; used where their order does not matter.
+        in_memory: all staged rows, if they are in memory: values that are counted as they are need no expression.
+        threads: for counting in memory.
         given: values of vocabularies that are not learned, see `given_vocabularies`.
     """
 
     def __init__(
         self,
         config: EtlConfig,
-        rows: Any,
+        rows: Callable[[], Any],
         engine: Engine,
         folder: Path,
         progress: Callable[[int], None],
-        counted: Any = None,
+        *,
+        counted: Callable[[], Any],
+        in_memory: HeldRows | None = None,
+        threads: int = 1,
         given: Mapping[str, Any] | None = None,
     ) -> None:
         self.config, self.rows, self.engine, self.folder, self.progress = config, rows, engine, folder, progress
-        self.counted, self.given = rows if counted is None else counted, given or {}
+        self.counted, self.in_memory, self.given, self.threads = counted, in_memory, given or {}, threads
 
     def run(self) -> Learned:
         """Learn everything.
@@ -58,6 +64,7 @@ class Fitter:
         borders: dict[str, tuple[float, ...]] = {}
         vocabularies: dict[str, Vocabulary] = {}
         tables = list(dict.fromkeys(spec.table for spec in self.config.categorical))
+        plain = self._plain_counts(tables)
         for number, table in enumerate(tables):
             specs = [spec for spec in self.config.categorical if spec.table == table]
             encoding = specs[0].encoding
@@ -67,7 +74,9 @@ class Fitter:
                 values = self.given[table]
                 vocabularies[table] = Vocabulary(values, pa.array(np.zeros(len(values), np.int64)))
             elif isinstance(encoding, Categorify):
-                vocabularies[table] = self._vocabulary(specs, encoding, states)
+                counts = plain[table] if table in plain else self._counts(specs, encoding, states)
+                values, count = (_one(counts.column(name)) for name in ("value", "count"))
+                vocabularies[table] = Vocabulary(values, count.cast(pa.int64()))
             self.progress(number + 1)
         return Learned(self.config, states, borders, vocabularies)
 
@@ -83,10 +92,11 @@ class Fitter:
         states: dict[str, dict[int, State]] = {name: {} for name in pending}
         while pending:
             scalar = {name: one for name, one in pending.items() if not self._is_list(one[0])}
-            found = self._moments(self.rows, {name: (spec, left[0]) for name, (spec, left) in scalar.items()}, states)
+            every = self.rows()
+            found = self._moments(every, {name: (spec, left[0]) for name, (spec, left) in scalar.items()}, states)
             for name, (spec, left) in pending.items():
                 if name not in scalar:
-                    rows = self.rows.select(**{_source(spec): self.rows[_source(spec)].unnest()})
+                    rows = every.select(**{_source(spec): every[_source(spec)].unnest()})
                     found |= self._moments(rows, {name: (spec, left[0])}, states)
             for name, state in found.items():
                 states[name][pending[name][1].pop(0)] = state
@@ -139,7 +149,7 @@ class Fitter:
         """One ibis column `value` with the values of all columns of a vocabulary."""
         parts = []
         for place, spec in enumerate(specs):
-            rows = self.engine.pick(self.counted, spec.sources, place)
+            rows = self.engine.pick(self.counted(), spec.sources, place)
             rows = exploded(rows, rows.columns)
             parts.append(self.engine.project(rows, partial(_valued, spec, states.get(spec.name, {}))))
         total = parts[0]
@@ -147,32 +157,43 @@ class Fitter:
             total = total.union(part)
         return total.filter(total["value"].notnull())
 
-    def _vocabulary(
+    def _plain_counts(self, tables: Sequence[str]) -> dict[str, pa.Table]:
+        """The counts of vocabularies whose values are in memory and need no computation."""
+        if self.in_memory is None:
+            return {}
+        wanted: dict[str, Counting] = {}
+        for table in tables:
+            specs = [spec for spec in self.config.categorical if spec.table == table]
+            encoding = specs[0].encoding
+            if isinstance(encoding, Categorify) and all(spec.is_plain for spec in specs):
+                wanted[table] = Counting(specs, encoding.min_count, encoding.max_values or None)
+        return counts_of_all(self.in_memory, wanted, self.threads)
+
+    def _counts(
         self, specs: Sequence[CategoricalSpec], encoding: Categorify, states: dict[str, dict[int, State]]
-    ) -> Vocabulary:
+    ) -> pa.Table:
         """Values by falling count, ties by value."""
         file = self.folder / f"{list(self.config.categorical).index(specs[0]):05}.parquet"
         if file.exists():
-            table = read_columns(file)
-        else:
-            values = self._values(specs, states)
-            table = self.engine.count(values, min_count=encoding.min_count, max_values=encoding.max_values or None)
-            half = file.with_suffix(".tmp")
-            pq.write_table(table, half)
-            half.replace(file)
-        values, count = (_one(table.column(name)) for name in ("value", "count"))
-        return Vocabulary(values, count.cast(pa.int64()))
+            return read_columns(file)
+        values = self._values(specs, states)
+        table = self.engine.count(values, min_count=encoding.min_count, max_values=encoding.max_values or None)
+        half = file.with_suffix(".tmp")
+        pq.write_table(table, half)
+        half.replace(file)
+        return table
 
 
-def settle_hotness(config: EtlConfig, rows: Any, engine: Engine) -> EtlConfig:
+def settle_hotness(config: EtlConfig, written_rows: Callable[[], Any], engine: Engine) -> EtlConfig:
     """Return the config with each hotness "auto" as the one length that a column's lists have, or without it.
 
     Args:
-        rows: an ibis table of all rows that are written, of every part; missing lists do not count.
+        written_rows: returns an ibis table of all rows that are written, of every part; missing lists do not count.
     """
     wanted = {spec.name: config.lists_of(spec)[0] for spec in config.categorical if spec.hotness == "auto"}
     if not wanted:
         return config
+    rows = written_rows()
     lengths: dict[str, Any] = {}
     for place, name in enumerate(wanted.values()):
         length, there = rows[name].length(), rows[name].notnull()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any, Final
 
 import numpy as np
@@ -77,10 +78,12 @@ def _beyond(
     offsets, values = list_parts(column) if listed else (None, column)
     if not pa.types.is_float64(values.type) or not len(values):
         return []
-    numbers = pc.fill_null(values, 0.0).to_numpy(zero_copy_only=False)
+    # What lies under missing values only makes for a closer look.
+    numbers = np.frombuffer(values.buffers()[1], np.float64, len(values), 8 * values.offset)
     largest = max(abs(float(numbers.min())), abs(float(numbers.max())))
     if largest <= _ORDINARY and _ordinary(operators, states or {}):
         return []
+    numbers = pc.fill_null(values, 0.0).to_numpy(zero_copy_only=False)
     if operators:
         chosen, known = tuple(operators), states or {}
         made = engine.evaluate(pa.table({"value": values}), lambda rows: {"value": chain(rows["value"], chosen, known)})
@@ -92,10 +95,15 @@ def _beyond(
 
 def _ordinary(operators: Sequence[Operator], states: Mapping[int, State]) -> bool:
     """Whether operators make ordinary numbers of ordinary ones."""
-    given = [value for one in operators for value in one.to_dict().values() if isinstance(value, (int, float))]
+    given = _given_numbers(tuple(operators))
     learned = [value for state in states.values() for value in state.values()]
     spread = [state["std"] for state in states.values() if state.get("std")]
     return all(abs(value) <= _ORDINARY for value in given + learned) and all(value >= _LEAST_STD for value in spread)
+
+
+@cache
+def _given_numbers(operators: tuple[Operator, ...]) -> list[float]:
+    return [value for one in operators for value in one.to_dict().values() if isinstance(value, (int, float))]
 
 
 def _no_times(table: pa.Table, name: str, unit: str) -> list[BadCell]:

@@ -1,12 +1,16 @@
 """Operators on numbers, each one a formula over an ibis expression, so that any engine can run it.
 
 x is a column of numbers, some of which may be missing; operators keep missing values unless documented otherwise.
+`column` is the same formula over an Arrow array of float64, with the bits of the engines: numbers that are in memory
+need no engine.
 """
 
 from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Final, Literal, TypeAlias
 
+import pyarrow as pa
+import pyarrow.compute as pc
 from pydantic import Field, model_validator
 
 from viviane.config.base import Settings
@@ -40,6 +44,11 @@ class Fill(_Operator):
         """x where present, else the value."""
         return x.fill_null(state[self.value] if isinstance(self.value, str) else self.value)
 
+    def column(self, x: Any, state: State) -> Any:
+        """`expression` of an Arrow array."""
+        value = state[self.value] if isinstance(self.value, str) else self.value
+        return pc.fill_null(x, float(value)) if x.null_count else x
+
 
 class Clip(_Operator):
     """min(max(x, min), max); either bound may be left out."""
@@ -60,6 +69,10 @@ class Clip(_Operator):
         """The clipped value."""
         return x.clip(lower=self.min, upper=self.max)
 
+    def column(self, x: Any, state: State) -> Any:
+        """`expression` of an Arrow array."""
+        return _clipped(x, self.min, self.max)
+
 
 class Log(_Operator):
     """ln(1 + max(x, 0)): negative numbers, such as Criteo's -1 and -2, become 0."""
@@ -69,6 +82,10 @@ class Log(_Operator):
     def expression(self, x: Any, state: State) -> Any:
         """The logarithm."""
         return (x.clip(lower=0.0) + 1.0).ln()
+
+    def column(self, x: Any, state: State) -> Any:
+        """`expression` of an Arrow array."""
+        return pc.ln(pc.add(_clipped(x, 0.0, None), 1.0))
 
 
 class LogSquare(_Operator):
@@ -88,6 +105,12 @@ class LogSquare(_Operator):
         small = x.clip(lower=-_ALL_WHOLE, upper=_ALL_WHOLE).floor().cast("float64")  # floor gives 64-bit integers
         return ibis.cases((x.isnull(), ibis.null("float64")), (x > 2.0, large), (x < -_ALL_WHOLE, x), else_=small)
 
+    def column(self, x: Any, state: State) -> Any:
+        """`expression` of an Arrow array."""
+        root = pc.ln(_clipped(x, 2.0, None))
+        small = pc.if_else(pc.less(x, pa.scalar(-_ALL_WHOLE)), x, pc.floor(_clipped(x, -_ALL_WHOLE, _ALL_WHOLE)))
+        return pc.if_else(pc.greater(x, pa.scalar(2.0)), pc.floor(pc.multiply(root, root)), small)
+
 
 class Standardize(_Operator):
     """(x - mean) / std over the training data (population std); a constant column becomes 0."""
@@ -98,6 +121,10 @@ class Standardize(_Operator):
     def expression(self, x: Any, state: State) -> Any:
         """The standard score."""
         return (x - state["mean"]) / (state["std"] or 1.0)
+
+    def column(self, x: Any, state: State) -> Any:
+        """`expression` of an Arrow array."""
+        return pc.divide(pc.subtract(x, state["mean"]), state["std"] or 1.0)
 
 
 class MinMax(_Operator):
@@ -111,6 +138,11 @@ class MinMax(_Operator):
         low, span = state["min"], (state["max"] - state["min"]) or 1.0
         return ((x - low) / span).clip(lower=0.0, upper=1.0)
 
+    def column(self, x: Any, state: State) -> Any:
+        """`expression` of an Arrow array."""
+        low, span = state["min"], (state["max"] - state["min"]) or 1.0
+        return _clipped(pc.divide(pc.subtract(x, low), span), 0.0, 1.0)
+
 
 class Threshold(_Operator):
     """1 where x >= at, else 0: turns a rating into a binary label."""
@@ -122,10 +154,34 @@ class Threshold(_Operator):
         """0.0 or 1.0."""
         return (x >= self.at).cast("float64")
 
+    def column(self, x: Any, state: State) -> Any:
+        """`expression` of an Arrow array."""
+        return pc.greater_equal(x, pa.scalar(float(self.at))).cast("float64")
+
 
 Operator: TypeAlias = Annotated[
     Fill | Clip | Log | LogSquare | Standardize | MinMax | Threshold, Field(discriminator="type")
 ]
+
+
+def _clipped(x: Any, low: float | None, high: float | None) -> Any:
+    if low is not None:
+        x = pc.max_element_wise(x, float(low), skip_nulls=False)
+    return x if high is None else pc.min_element_wise(x, float(high), skip_nulls=False)
+
+
+def chain_column(x: Any, operators: tuple[Operator, ...], states: dict[int, State]) -> Any:
+    """Apply operators one after another to an Arrow array of numbers; see `chain`.
+
+    Example:
+        >>> import pyarrow as pa
+        >>> chain_column(pa.array([7, None]), (Fill(value=2), Clip(max=5)), {}).to_pylist()
+        [5.0, 2.0]
+    """
+    x = x.cast("float64", safe=False)
+    for position, operator in enumerate(operators):
+        x = operator.column(x, states.get(position, {}))
+    return x
 
 
 def chain(x: Any, operators: tuple[Operator, ...], states: dict[int, State]) -> Any:

@@ -18,9 +18,8 @@ from viviane.etl.config import EtlConfig
 from viviane.etl.engine import Engine
 from viviane.etl.expressions import kept
 from viviane.etl.fitting import order_statistics
-from viviane.etl.parquet import read_columns
 from viviane.etl.splits import KEY, FileSplit, HashSplit, RowSplit, Split, TimeSplit, cumulative, share_borders
-from viviane.etl.stage import Shard
+from viviane.etl.stage import Shard, Stager
 from viviane.etl.values import combined
 
 
@@ -34,18 +33,24 @@ class Partition:
     """
 
     def __init__(
-        self, config: EtlConfig, split: Split | None, names: list[str], engine: Engine, shards: list[Shard]
+        self,
+        config: EtlConfig,
+        split: Split | None,
+        names: list[str],
+        engine: Engine,
+        stager: Stager,
+        shards: list[Shard],
     ) -> None:
         self.names, self.engine, self.split = names, engine, split
-        schema = pq.read_schema(shards[0].file)
-        self.rows = engine.open([shard.file for shard in shards], schema)
+        self._stager, self._shards, self._rows = stager, shards, None
+        schema = stager.schema_of(shards[0])
         self.filters = tuple(one for one in config.filters if one.column in schema.names)
         self._kept = partial(_kept, self.filters)
         self.borders = self._borders(sum(shard.num_rows for shard in shards))
         self.counts = np.zeros((len(shards), len(names)), np.int64)
         for number, shard in enumerate(shards):
             if self.needed:
-                places = self._places(read_columns(shard.file, columns=list(self.needed)))
+                places = self._places(stager.rows_of(shard, list(self.needed)))
                 self.counts[number] = np.bincount(places[places >= 0], minlength=len(names))
             else:
                 self.counts[number, 0] = shard.num_rows
@@ -58,6 +63,14 @@ class Partition:
                 value=names[0] or None,
                 fix="correct the split or the filters",
             )
+
+    @property
+    def rows(self) -> Any:
+        """All staged rows, as an ibis table over files, which are written for the first that wants it."""
+        if self._rows is None:
+            self._stager.flush()
+            self.reopen(self._shards)
+        return self._rows
 
     @property
     def training_part(self) -> int:
@@ -91,12 +104,12 @@ class Partition:
 
     def reopen(self, shards: list[Shard]) -> None:
         """Go on with the same rows in other files, which hold more columns."""
-        self.rows = self.engine.open([shard.file for shard in shards], pq.read_schema(shards[0].file))
+        self._rows = self.engine.open([shard.file for shard in shards], pq.read_schema(shards[0].file))
 
     def detached(self) -> Partition:
         """Return one without engine and rows, for `parts_of` in another process, which gives it an engine."""
         other = copy.copy(self)
-        del other.engine, other.rows
+        del other.engine, other._stager, other._rows
         return other
 
     def parts_of(self, staged: pa.Table) -> list[pa.Table]:
@@ -104,15 +117,7 @@ class Partition:
         if self.split is None and not self.filters:
             return [staged]
         places = self._places(staged)
-        parts = []
-        for part in range(len(self.names)):
-            inside = places == part
-            num_inside = int(np.count_nonzero(inside))
-            first = int(inside.argmax()) if num_inside else 0
-            # Neighbouring rows, as where a shard lies in one part, are passed on without a copy.
-            together = bool(inside[first : first + num_inside].all())
-            parts.append(staged.slice(first, num_inside) if together else staged.filter(pa.array(inside)))
-        return parts
+        return [_chosen(staged, places == part) for part in range(len(self.names))]
 
     def _places(self, staged: pa.Table) -> NDArray[np.int64]:
         """The part of each row, -1 where a filter leaves it out."""
@@ -149,6 +154,14 @@ class Partition:
         if borders != sorted(set(borders)):
             raise ConfigError("the starts of a time split must rise", value=str(split.starts))
         return borders
+
+
+def _chosen(staged: pa.Table, inside: NDArray[np.bool_]) -> pa.Table:
+    num_inside = int(np.count_nonzero(inside))
+    first = int(inside.argmax()) if num_inside else 0
+    # Neighbouring rows, as where a shard lies in one part, are passed on without a copy.
+    together = bool(inside[first : first + num_inside].all())
+    return staged.slice(first, num_inside) if together else staged.filter(pa.array(inside))
 
 
 def _kept(filters: tuple[Filter, ...], table: Any) -> dict[str, Any]:

@@ -7,9 +7,9 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Final, Literal, get_args
 
@@ -27,6 +27,7 @@ from viviane.core.remote.published import upload_folder
 from viviane.etl.apply import Applier
 from viviane.etl.archive import load_learned, save_learned
 from viviane.etl.checks import check_threads
+from viviane.etl.columns import CategoricalSpec, DenseSpec, LabelSpec
 from viviane.etl.config import EtlConfig
 from viviane.etl.derivations import History
 from viviane.etl.derive import derive
@@ -36,14 +37,14 @@ from viviane.etl.file_tasks import write_files
 from viviane.etl.fitting import Fitter, drop_low_cardinality, settle_hotness
 from viviane.etl.given import digest_of, given_vocabularies
 from viviane.etl.groups import Groups
+from viviane.etl.held import HeldRows
 from viviane.etl.learned import Learned
 from viviane.etl.limits import beyond_limits
 from viviane.etl.parallel import ordered_map
-from viviane.etl.parquet import read_columns
 from viviane.etl.partition import Partition
 from viviane.etl.sources import Source, find_sources
 from viviane.etl.spark import SparkEngine
-from viviane.etl.splits import Split, check_split, parse_split, part_names
+from viviane.etl.splits import FileSplit, RowSplit, Split, check_split, parse_split, part_names
 from viviane.etl.stage import OnBadRow, Shard, Stager
 from viviane.etl.workplace import (
     SUMMARY_FILE,
@@ -237,10 +238,22 @@ class _Run:
     def engine(self, work: Path) -> Iterator[None]:
         """Open the engine for the length of the job; it spills into the work folder."""
         self.chosen = self.make(memory_limit_bytes=self.engine_bytes, threads=self.threads, spill_folder=work / "spill")
+        if self._needs_expressions:
+            self.chosen.expect_expressions()
         try:
             yield
         finally:
             self.chosen.close()
+
+    @property
+    def _needs_expressions(self) -> bool:
+        """Whether the job surely computes with the engine: a small one of plain columns ends without."""
+        config = self.config
+        specs: list[LabelSpec | DenseSpec | CategoricalSpec] = [*config.labels, *config.dense, *config.categorical]
+        learns = isinstance(self.what, EtlConfig) and any(one.wanted() for spec in specs for one in spec.operators)
+        computed = config.derived or config.filters or not all(spec.is_plain for spec in config.categorical)
+        by_value = self.split is not None and not isinstance(self.split, (RowSplit, FileSplit))
+        return bool(learns or computed or by_value)
 
     def steps(self, stager: Stager, work: Path, output: AnyPath, job: str) -> Summary:
         """Do everything up to the finished `out` folder."""
@@ -251,12 +264,12 @@ class _Run:
             raise DataError("no usable row in the input", where=str(output), value=f"{rejected} malformed rows")
         with self._timed("split"):
             names = part_names(self.split, "train" if isinstance(self.what, EtlConfig) else "")
-            partition = Partition(self.config, self.split, names, self.chosen, shards)
+            partition = Partition(self.config, self.split, names, self.chosen, stager, shards)
         with self._timed("derive"):
             known = self.what.groups if isinstance(self.what, Learned) else None
             full, groups = derive(self.config, partition, self.chosen, shards, work / "derived", known, self.progress)
         with self._timed("learn"):
-            learned = self._learn(partition, groups, full, stager.held, work)
+            learned = self._learn(partition, groups, full, stager, work)
         with self._timed("write"):
             (work / "out").mkdir(exist_ok=True)
             file = work / "out" / ETL_FILE
@@ -273,7 +286,7 @@ class _Run:
             paths = [one.shown for one in stager.sources]
             for name, (folder, statistics) in written.items():
                 self._complete(folder, statistics, learned, work / "out", name, paths)
-        lines = b"".join(shard.rejects.read_bytes() for shard in shards)
+        lines = b"".join(shard.rejected_lines() for shard in shards)
         if lines:
             write_bytes_atomic(work / "out" / REJECTS_FILE, lines)
         rows = {name or output.name: int(num) for name, num in zip(names, partition.totals, strict=True)}
@@ -299,7 +312,7 @@ class _Run:
         partition: Partition,
         groups: Mapping[str, Groups],
         shards: list[Shard],
-        held: Mapping[Path, pa.Table],
+        stager: Stager,
         work: Path,
     ) -> Learned:
         if isinstance(self.what, Learned):
@@ -308,23 +321,33 @@ class _Run:
         if not file.exists():
             total = len({spec.table for spec in self.config.categorical})
             done = lambda count: self.progress("learn", count, total)  # noqa: E731
-            settled = settle_hotness(self.config, partition.written_rows(), self.chosen)
-            with self._counted(partition, shards, held) as counted:
-                rows = partition.training_rows()
-                fitted = Fitter(self.config, rows, self.chosen, work / "learned", done, counted, self.given).run()
+            settled = settle_hotness(self.config, partition.written_rows, self.chosen)
+            with self._counted(partition, shards, stager) as (counted, in_memory):
+                fitted = Fitter(
+                    self.config, partition.training_rows, self.chosen, work / "learned", done,
+                    counted=counted, in_memory=in_memory, given=self.given, threads=self.threads,
+                ).run()  # fmt: skip
             fitted = replace(fitted, config=settled, groups=groups, external=self.external)
             save_learned(drop_low_cardinality(fitted)[0], file)
         return load_learned(file)
 
     @contextmanager
-    def _counted(self, partition: Partition, shards: list[Shard], held: Mapping[Path, pa.Table]) -> Iterator[Any]:
+    def _counted(
+        self, partition: Partition, shards: list[Shard], stager: Stager
+    ) -> Iterator[tuple[Callable[[], Any], HeldRows | None]]:
         """The training rows from memory, where all are held: sums of floats are not to be taken of them, whose bits
-        may depend on how an engine cuts rows into pieces."""
-        if not isinstance(self.chosen, DuckDbEngine) or not all(shard.file in held for shard in shards):
-            yield partition.training_rows()
+        may depend on how an engine cuts rows into pieces. As an ibis table, and as they are."""
+        chosen = self.chosen
+        if not isinstance(chosen, DuckDbEngine) or not all(shard.file in stager.held for shard in shards):
+            yield partition.training_rows, None
             return
-        with self.chosen.held(pa.concat_tables([held[shard.file] for shard in shards])) as rows:
-            yield partition.training_rows(rows)
+        tables = [stager.held[shard.file] for shard in shards]
+        with ExitStack() as stack:
+            rows = cache(lambda: partition.training_rows(stack.enter_context(chosen.held(pa.concat_tables(tables)))))
+            held = HeldRows(tables, [partition.is_training(table) for table in tables])
+            yield rows, held
+        for number, shard in enumerate(shards):
+            stager.held[shard.file] = held.with_dictionaries(number, tables[number])
 
     def _write(
         self, learned: Learned, partition: Partition, shards: list[Shard], stager: Stager, folder: Path
@@ -333,11 +356,11 @@ class _Run:
         writers = {name: PartWriter(folder / name, learned.schema) for name in partition.names}
         applier = Applier(learned, self.chosen, self.threads)
         done = [writer.done_rows for writer in writers.values()]
+        schema = stager.schema_of(shards[0])
         todo = [n for n in range(len(shards)) if (partition.starts[n] + partition.counts[n] > done).any()]
 
         def transform(number: int) -> tuple[int, list[pa.Table]]:
-            file, held = shards[number].file, stager.held
-            staged = held.pop(file) if file in held else read_columns(file, use_threads=False)
+            staged = stager.take(shards[number])
             try:
                 return number, [applier.table(part) for part in partition.parts_of(staged)]
             except Exception as error:
@@ -349,7 +372,7 @@ class _Run:
                 for part, (writer, table) in enumerate(zip(writers.values(), tables, strict=True)):
                     writer.add(table.slice(max(0, done[part] - int(partition.starts[number][part]))))
                 self.progress("write", number + 1, len(shards))
-            empty = applier.table(read_columns(shards[0].file).slice(0, 0))
+            empty = applier.table(schema.empty_table())
             for writer in writers.values():
                 writer.close(empty)
         except BaseException:
@@ -382,8 +405,8 @@ class _Run:
             for file in sorted(folder.glob("part-*.parquet"))
         ]
         rows = sum(one["rows"] for one in files)
-        info = {"rows": rows, "part": name, "source": sources, "columns": statistics.to_dict()}
-        write_json_atomic(folder / "info.json", info)
+        about = {"rows": rows, "part": name, "source": sources}
+        write_bytes_atomic(folder / "info.json", statistics.info_json(about))
         write_data_manifest(folder, {"format": "parquet"}, learned.schema.to_dict(), files)
 
     @contextmanager

@@ -160,7 +160,7 @@ def _write(
         writer.close()
     if not maker.num_rows:
         raise DataError("no row belongs to a group", where=str(output), fix="correct the key, the time or the filters")
-    lines = b"".join(shard.rejects.read_bytes() for shard in shards)
+    lines = b"".join(shard.rejected_lines() for shard in shards)
     if lines:
         write_bytes_atomic(out / REJECTS_FILE, lines)
     unused = rows_in - maker.num_rows

@@ -11,10 +11,14 @@ from pathlib import Path
 from typing import IO, Final, Literal, cast
 from urllib.parse import unquote
 
+import numpy as np
+
 from viviane.core.errors import ConfigError, DataError, DataNotFoundError
 from viviane.core.locations import AnyPath, RemotePath, location
 
-BLOCK_BYTES: Final = 8 << 20
+BLOCK_BYTES: Final = 1 << 20  # what is at work stays in the cache
+_TAIL_BYTES: Final = 4096
+_NEWLINE: Final = ord("\n")
 _MISSING_IN_PATH: Final = "__HIVE_DEFAULT_PARTITION__"
 _LONGEST_LINE_BYTES: Final = 256 << 20
 
@@ -149,19 +153,20 @@ def text_blocks(
         DataError: the file is truncated or altered gzip, or has an endless line.
     """
     line, rest, size = first_line, b"", block_bytes or BLOCK_BYTES
+    seekable = source.kind == "text" and isinstance(source.path, Path)
     with _open(source) as file:
         try:
             file.seek(skip_bytes)
-            while piece := file.read(size):
-                rest += piece
+            while piece := _next_piece(file, size, to_line_end=seekable):
+                rest = rest + piece if rest else piece
                 cut = _whole_lines(rest)
                 if cut == 0 and len(rest) > _LONGEST_LINE_BYTES:
                     cut = rest.rfind(b"\n") + 1
                     if cut == 0:
                         raise DataError("a line does not end", where=f"{source.path}, line {line}")
                 if cut:
-                    block = TextBlock(rest[:cut], line, rest.count(b"\n", 0, cut))
-                    rest = rest[cut:]
+                    data, rest = rest[:cut], rest[cut:]
+                    block = TextBlock(data, line, _num_lines(data))
                     line += block.num_lines
                     yield block
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:
@@ -176,12 +181,30 @@ def text_blocks(
         yield TextBlock(data, line, data.count(b"\n"))
 
 
+def _next_piece(file: IO[bytes], size: int, *, to_line_end: bool) -> bytes:
+    """Read about `size` bytes, up to the end of a line where that can be found first: nothing is copied then."""
+    if to_line_end:
+        start = file.tell()
+        file.seek(start + size - 1)
+        file.readline(_LONGEST_LINE_BYTES)
+        size = max(file.tell() - start, size)
+        file.seek(start)
+    return file.read(size)
+
+
+def _num_lines(data: bytes) -> int:
+    """Return how many newlines there are; `bytes.count` looks at one byte after the other."""
+    return int(np.count_nonzero(np.frombuffer(data, np.uint8) == _NEWLINE))
+
+
 def _whole_lines(data: bytes) -> int:
     """Return where the last whole line ends that is surely no empty line at the end of the file; 0: nowhere."""
     end = data.rfind(b"\n") + 1
     if data[end:].strip(b"\r"):
         return end
-    full = len(data[:end].rstrip(b"\r\n"))
+    start = max(0, end - _TAIL_BYTES)  # mostly enough, so that the whole is not copied
+    tail = data[start:end].rstrip(b"\r\n")
+    full = start + len(tail) if tail else len(data[:start].rstrip(b"\r\n"))
     return data.find(b"\n", full) + 1 if full else 0
 
 

@@ -123,6 +123,9 @@ class SparkEngine:
         """Count values with Spark."""
         return self.run(counted(values, by_value=by_value, min_count=min_count, max_values=max_values))
 
+    def expect_expressions(self) -> None:
+        """Nothing: ibis is loaded."""
+
     def lookup(self, known: Any) -> Lookup:
         """Return what finds places among known values, in the process that asks."""
         return self._local.lookup(known)

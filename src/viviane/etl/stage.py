@@ -31,7 +31,7 @@ from viviane.etl.external import External
 from viviane.etl.folds import add_folds
 from viviane.etl.limits import States
 from viviane.etl.parallel import ordered_map
-from viviane.etl.parquet import check_parquet, parquet_rows, typed_chunk
+from viviane.etl.parquet import check_parquet, parquet_rows, read_columns, typed_chunk
 from viviane.etl.path_columns import in_file, refuse_both, with_path_columns
 from viviane.etl.sources import Source, TextBlock, text_blocks
 from viviane.etl.splits import KEY, FileSplit, HashSplit, Split, TimeSplit, part_of_file
@@ -57,8 +57,12 @@ class Shard:
 
     @property
     def rejects(self) -> Path:
-        """The rows set aside while this shard was read."""
+        """The rows set aside while this shard was read; there is no such file where there are none."""
         return self.file.with_suffix(".rejects.jsonl")
+
+    def rejected_lines(self) -> bytes:
+        """Return the rows set aside while this shard was read, as lines of JSON."""
+        return self.rejects.read_bytes() if self.num_rejected else b""
 
 
 @dataclass(frozen=True)
@@ -87,7 +91,8 @@ class Stager:
         learning: derived columns will be learned from these rows, so they get their folds.
         numbered: keep the number of each row; needed where rows look at earlier ones.
         shard_bytes: size of a shard in memory.
-        hold_bytes: `held` keeps the shards that this run wrote, unless they are larger than that together.
+        hold_bytes: shards stay in memory (`held`), without files until `flush`, unless they are larger than that
+            together.
         progress: called with the number of rows after each shard.
     """
 
@@ -114,6 +119,7 @@ class Stager:
         self.on_bad_row, self.threads, self.shard_bytes, self.progress = on_bad_row, threads, shard_bytes, progress
         self.hold_bytes = hold_bytes
         self.held: dict[Path, pa.Table] = {}
+        self._unwritten: list[Shard] = []
         self.split_column = split.column if isinstance(split, (HashSplit, TimeSplit)) else None
         self.learning, self.states, self.external = learning, states, external or {}
         self.numbered = numbered or any(isinstance(one, EARLIER) for one in config.derived)
@@ -291,27 +297,48 @@ class Stager:
             table = table.append_column(KEY, key)
         table = self._derived(table, first_row)
         shard = Shard(self.folder / f"shard-{number:05}.parquet", table.num_rows, len(rejects), after)
-        self._save(shard, table)
         lines = "".join(json.dumps(entry, ensure_ascii=False).translate(_LINE_ENDS) + "\n" for entry in rejects)
-        write_bytes_atomic(shard.rejects, lines.encode("utf-8", "backslashreplace"))
-        size = shard.file.stat().st_size
-        note = {"rows": shard.num_rows, "rejected": shard.num_rejected, "bytes": size, "after": after}
-        write_json_atomic(shard.file.with_suffix(".json"), note)
+        if lines:
+            write_bytes_atomic(shard.rejects, lines.encode("utf-8", "backslashreplace"))
+        self.hold_bytes -= table.nbytes
+        if self.hold_bytes >= 0:
+            self.held[shard.file] = table.cast(_schema_in_files(table.schema))
+            self._unwritten.append(shard)
+        else:
+            self.flush()
+            self.held.clear()
+            self._save(shard, table, compression="lz4")
         return shard
 
-    def _save(self, shard: Shard, table: pa.Table) -> None:
-        """Write a shard, and hold it as long as all of them fit; what is held is hardly read, so quickly written."""
-        self.hold_bytes -= table.nbytes
-        small = self.hold_bytes >= 0
+    def flush(self) -> None:
+        """Write the shards that are in memory alone; most of them are hardly read, so they are quickly written."""
+        for shard in self._unwritten:
+            self._save(shard, self.held[shard.file], compression="none")
+        self._unwritten.clear()
+
+    def _save(self, shard: Shard, table: pa.Table, compression: Literal["none", "lz4"]) -> None:
         # Rows are looked for by their part only: statistics of other columns would not be used.
         pq.write_table(
-            table, shard.file, compression="none" if small else "lz4", use_dictionary=not small,
+            table, shard.file, compression=compression, use_dictionary=compression != "none",
             row_group_size=131_072, write_statistics=[KEY] if KEY in table.column_names else False,
         )  # fmt: skip
-        if small:
-            self.held[shard.file] = table.cast(pq.read_schema(shard.file))  # as it is read, down to names in lists
-        else:
-            self.held.clear()
+        size = shard.file.stat().st_size
+        note = {"rows": shard.num_rows, "rejected": shard.num_rejected, "bytes": size, "after": shard.after}
+        write_json_atomic(shard.file.with_suffix(".json"), note)
+
+    def schema_of(self, shard: Shard) -> pa.Schema:
+        """Return the columns of a shard."""
+        return self.held[shard.file].schema if shard.file in self.held else pq.read_schema(shard.file)
+
+    def rows_of(self, shard: Shard, columns: list[str]) -> pa.Table:
+        """Return some columns of a shard."""
+        table = self.held.get(shard.file)
+        return read_columns(shard.file, columns=columns) if table is None else table.select(columns)
+
+    def take(self, shard: Shard) -> pa.Table:
+        """Return a shard's rows, which are not held any longer."""
+        table = self.held.pop(shard.file, None)
+        return read_columns(shard.file, use_threads=False) if table is None else table
 
     def _derived(self, table: pa.Table, first_row: int) -> pa.Table:
         """Append what later steps derive columns from, and the columns that need one row only."""
@@ -331,6 +358,15 @@ class Stager:
         if isinstance(self.split, TimeSplit):
             return table.column(self.split.column).cast(pa.int64())
         return pa.array(np.arange(first_row, first_row + table.num_rows, dtype=np.int64))
+
+
+def _schema_in_files(schema: pa.Schema) -> pa.Schema:
+    """Return a schema as it is read from Parquet, where the values of lists have a name of their own."""
+    fields = [
+        field.with_type(pa.list_(pa.field("element", field.type.value_type))) if pa.types.is_list(field.type) else field
+        for field in schema
+    ]
+    return pa.schema(fields)
 
 
 def _lines_of(block: TextBlock, encoding: str, numbers: list[int]) -> list[str]:

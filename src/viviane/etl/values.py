@@ -11,8 +11,10 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from viviane.etl.cells import list_parts
+from viviane.etl.columns import DenseSpec, LabelSpec
 from viviane.etl.engine import Build
 from viviane.etl.expressions import hashed
+from viviane.etl.operators import State, chain_column
 
 
 def hash_values(column: Any, evaluate: Callable[[pa.Table, Build], pa.Table]) -> Any:
@@ -28,6 +30,14 @@ def raw_ids(column: Any, evaluate: Callable[[pa.Table, Build], pa.Table]) -> Any
     if pa.types.is_uint64(values.type):
         return values.view(pa.int64())
     return values.cast(pa.int64()) if pa.types.is_integer(values.type) else hash_values(values, evaluate)
+
+
+def number_column(spec: LabelSpec | DenseSpec, values: Any, states: dict[int, State]) -> Any:
+    """Return the numbers of a label or dense column: after its operators, or of texts whether they are positive."""
+    if isinstance(spec, LabelSpec) and spec.positive:
+        positive = pc.is_in(values, value_set=pa.array(spec.positive, pa.string()))
+        return pc.if_else(pc.is_null(values), pa.scalar(None, pa.float64()), positive.cast(pa.float64()))
+    return chain_column(values, spec.operators, states)
 
 
 def _hash_of_value(table: Any) -> dict[str, Any]:

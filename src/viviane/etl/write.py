@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any, Final
 
@@ -150,6 +151,13 @@ class Statistics:
         Ids from 2^20 on are counted together, so ranks beyond are left out.
         """
         return {column.name: self._of(column) for column in self.columns}
+
+    def info_json(self, about: dict[str, Any]) -> bytes:
+        """Return the content of info.json, a line for each column: indented numbers would take longer than the rows."""
+        lines = [f"    {json.dumps(name)}: {json.dumps(one)}" for name, one in self.to_dict().items()]
+        head = json.dumps(about, indent=2, ensure_ascii=False, allow_nan=False).removesuffix("\n}")
+        columns = "{\n" + ",\n".join(lines) + "\n  }" if lines else "{}"
+        return f'{head},\n  "columns": {columns}\n}}\n'.encode()
 
     def _of(self, column: CategoricalColumn) -> dict[str, Any]:
         counts = self._counts[column.name]
