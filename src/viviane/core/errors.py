@@ -159,7 +159,8 @@ def suggest(name: str, known: Iterable[str]) -> str:
         "did you mean 'batch_size'?"
     """
     names = sorted(known)
-    near = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
+    same = [one for one in names if one.casefold() == name.casefold()]  # far apart for difflib: Relu, ReLU
+    near = same or difflib.get_close_matches(name, names, n=1, cutoff=0.6)
     return f"did you mean {near[0]!r}?" if near else "choose one of: " + ", ".join(names)
 
 

@@ -5,14 +5,17 @@ from __future__ import annotations
 import os
 import runpy
 import sys
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Final
 
-from viviane.core.errors import ConfigError, ConfigNotFoundError
+from viviane.core.errors import ConfigError, ConfigNotFoundError, suggest
 
 _PATH: Final = "PYTHONPATH"
+_PACKAGE: Final = Path(__file__).resolve().parent.parent
 
 
 @contextmanager
@@ -64,16 +67,46 @@ def run_as_main(path: Path, args: Sequence[str]) -> None:
 
 
 @contextmanager
-def missing_packages_named(path: Path) -> Iterator[None]:
-    """Turn a ModuleNotFoundError of a script into a ConfigError that names the package.
+def missing_names_explained(path: Path) -> Iterator[None]:
+    """Turn a ModuleNotFoundError of a script into a ConfigError that names the package, or the name it lacks.
 
     Raises:
-        ConfigError: the script imports a package that is not installed.
+        ConfigError: the script imports a package that is not installed, or uses a name that a module or an object of
+            this package does not have.
     """
     try:
         yield
+    except AttributeError as error:
+        place = _place_in_script(error)
+        if place is None or not _is_own(error.obj):
+            raise
+        owner, names = _shown_name(error.obj), [name for name in dir(error.obj) if not name.startswith("_")]
+        raise ConfigError(
+            "the script uses a name that is not there", where=place, value=f"{owner}.{error.name}",
+            fix=suggest(str(error.name), names),
+        ) from error  # fmt: skip
     except ModuleNotFoundError as error:
         raise ConfigError(
             "the script needs a package that is not installed", where=str(path), value=error.name,
             fix="install it, or remove what needs it",
         ) from error  # fmt: skip
+
+
+def _place_in_script(error: AttributeError) -> str | None:
+    """Return file and line of the access if it was outside of this package, else None."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.name != "__getattr__"]
+    if not frames or Path(frames[-1].filename).is_relative_to(_PACKAGE):
+        return None
+    return f"{frames[-1].filename}, line {frames[-1].lineno}"
+
+
+def _is_own(owner: Any) -> bool:
+    """Whether a module, class or object is of this package, the modules installed by it included."""
+    if isinstance(owner, ModuleType):
+        return type(owner).__module__.startswith("viviane.") or owner.__name__.startswith("viviane.")
+    kind = owner if isinstance(owner, type) else type(owner)
+    return kind.__module__.startswith("viviane.")
+
+
+def _shown_name(owner: Any) -> str:
+    return str(owner.__name__) if isinstance(owner, ModuleType | type) else type(owner).__name__

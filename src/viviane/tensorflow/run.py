@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Final
 
-from viviane.core.scripts import checked_script, installed_modules, missing_packages_named, run_as_main
+from viviane.core.scripts import checked_script, installed_modules, missing_names_explained, run_as_main
 
 _CHILD: Final = Path(__file__).parent / "child"
 
@@ -51,5 +51,5 @@ def run_script(script: str | Path, args: Sequence[str] = ()) -> None:
     path = checked_script(script)
     if find_spec("tf_keras") is not None and "tensorflow" not in sys.modules:
         os.environ.setdefault("TF_USE_LEGACY_KERAS", "1")
-    with missing_packages_named(path), installed():
+    with missing_names_explained(path), installed():
         run_as_main(path, args)

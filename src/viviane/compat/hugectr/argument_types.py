@@ -11,10 +11,18 @@ from functools import wraps
 from numbers import Integral, Real
 from typing import Any, Final, TypeVar, cast
 
-from viviane.compat.hugectr.enums import DataReaderType_t, Tensor_t
+from viviane.compat.hugectr.enums import (
+    Check_t,
+    DataReaderSparse_t,
+    DataReaderType_t,
+    Embedding_t,
+    GroupLayer_t,
+    Tensor_t,
+)
 from viviane.core.errors import ConfigError
 
 Method = TypeVar("Method", bound=Callable[..., Any])
+Kind = TypeVar("Kind", bound=type)
 Check = Callable[[Any], Any]
 """Returns the value in its type; raises TypeError for another."""
 
@@ -51,6 +59,12 @@ def _name_or_member(value: Any) -> Any:
     raise TypeError
 
 
+def _text_or_whole(value: Any) -> Any:
+    if isinstance(value, str | int):
+        return value
+    raise TypeError
+
+
 def _list(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return value
@@ -82,6 +96,27 @@ def _member_of(kind: type[Enum]) -> Check:
     return check
 
 
+def _made_by(*calls: str) -> tuple[Check, str]:
+    """Check an object that calls of HugeCTR's return."""
+
+    def check(value: Any) -> Any:
+        for kind in type(value).__mro__:
+            if getattr(vars(kind).get("signature"), "name", None) in calls:
+                return value
+        raise TypeError
+
+    return check, f"what {' or '.join(calls)} returns"
+
+
+def _list_made_by(call: str) -> tuple[Check, str]:
+    check, allowed = _made_by(call)
+    return _list_of(check), f"a list of {allowed}"
+
+
+def _enumerated(kind: type[Enum]) -> tuple[Check, str]:
+    return _member_of(kind), ", ".join(f"{kind.__name__}.{one}" for one in kind.__members__)
+
+
 _WHOLE: Final = (_whole, "a whole number")
 _NUMBER: Final = (_number, "a finite number")
 _TEXT: Final = (_text, "a text")
@@ -108,16 +143,32 @@ _BY_NAME: Final[Mapping[str, tuple[Check, str]]] = {
     **dict.fromkeys(("label_dim", "nnz_per_slot", "label_dims"), _ONE_OR_MORE),
     **dict.fromkeys(("top_name", "dense_name", "sparse_embedding_name", "bottom_name", "model_name", "eval_source"),
                     _TEXT),
-    "lambda": _NUMBER,
+    **dict.fromkeys(("lambda", "lr"), _NUMBER),
+    **dict.fromkeys(("compute_config", "dense_layer_switches"),
+                    _made_by("DenseLayerComputeConfig", "DenseLayerSwitchs")),
+    **dict.fromkeys(("optimizer", "opt_params", "opt_params_or_empty"),
+                    _made_by("CreateOptimizer", "optimizer.CreateOptimizer")),
+    **{name: _made_by(call) for name, call in {
+        "data_source_params": "DataSourceParams", "async_param": "AsyncParam",
+        "hybrid_embedding_param": "HybridEmbeddingParam", "volatile_db": "VolatileDatabaseParams",
+        "persistent_db": "PersistentDatabaseParams", "update_source": "UpdateSourceParams",
+    }.items()},
+    **{name: _enumerated(kind) for name, kind in {
+        "data_reader_type": DataReaderType_t, "embedding_type": Embedding_t, "group_layer_type": GroupLayer_t,
+    }.items()},
+    "data_reader_sparse_param_array": _list_made_by("DataReaderSparseParam"),
+    "inference_params_array": _list_made_by("InferenceParams"),
+    "label_name": _TEXTS, "label_weights": _NUMBERS, "i64_input_key": (_flag, "True, False"),
+    "combiner": (_text_or_whole, "'sum', 'mean'"), "table_id": _WHOLE, "eval_batches": _WHOLE,
     "is_fixed_length": (_flag, "True, False"),
     "layer_type": (_name_or_member, "a member of Layer_t"),
     "source": (lambda value: value if isinstance(value, Enum) else _texts(value), "a text, or a list of texts"),
 }  # fmt: skip
 """Types of arguments that have no default, or whose default does not show it."""
 _OF_CALLS: Final[Mapping[tuple[str, str], tuple[Check, str]]] = {
-    ("DataGeneratorParams", "format"): (
-        _member_of(DataReaderType_t), ", ".join(f"DataReaderType_t.{one}" for one in DataReaderType_t.__members__)
-    ),
+    ("DataGeneratorParams", "format"): _enumerated(DataReaderType_t),
+    ("DataReaderSparseParam", "type"): _enumerated(DataReaderSparse_t),
+    ("EmbeddingTableConfig", "name"): _TEXT,
 }  # fmt: skip
 """Types of arguments whose name has another type in other calls."""
 _ANY: Final = frozenset({"selected", "lr_policy"})
@@ -155,8 +206,7 @@ def _of_default(default: Any, required: object) -> tuple[Check, str]:
     if default is None or default is required:
         return (lambda value: value), "any"
     if isinstance(default, Enum):
-        kind = type(default)
-        return _member_of(kind), ", ".join(f"{kind.__name__}.{one}" for one in kind.__members__)
+        return _enumerated(type(default))
     return _OF_DEFAULTS[type(default)]
 
 
@@ -171,8 +221,11 @@ def _files(value: Any) -> Any:
 
 
 _OF_ANNOTATIONS: Final[Mapping[str, tuple[Check, str]]] = {
-    "bool": _FLAG, "int": _WHOLE, "float": _NUMBER, "str": _TEXT, "Sequence[str]": _TEXTS, "str | list[str]": _TEXTS,
-    "Sequence[float]": _NUMBERS, "Tensor_t": (_member_of(Tensor_t), "Tensor_t.Train, Tensor_t.Evaluate"),
+    "bool": _FLAG, "int": _WHOLE, "float": _NUMBER, "str": _TEXT, "str | Path": _TEXT, "Sequence[str]": _TEXTS,
+    "str | list[str]": _TEXTS, "Sequence[float]": _NUMBERS, "Sequence[int]": _WHOLES,
+    "Tensor_t": _enumerated(Tensor_t), "DataReaderType_t": _enumerated(DataReaderType_t),
+    "Check_t": _enumerated(Check_t), "InferenceParams": _made_by("InferenceParams"),
+    "DataSourceParams": _made_by("DataSourceParams"), "Solver": _made_by("CreateSolver", "solver_parser_helper"),
     "Sequence[str] | Mapping[str, str]": (_files, "a text, a list of texts, or a dict of texts by name"),
     "Mapping[str, str]": (_files, "a dict of texts by name"),
 }  # fmt: skip
@@ -214,3 +267,11 @@ def typed(method: Method) -> Method:
         return method(*bound.args, **bound.kwargs)
 
     return cast(Method, call)
+
+
+def typed_methods(kind: Kind) -> Kind:
+    """Check the arguments of all public methods of a class, and of its constructor, as `typed` does."""
+    for name, method in list(vars(kind).items()):
+        if inspect.isfunction(method) and (name == "__init__" or not name.startswith("_")):
+            setattr(kind, name, method if hasattr(method, "__wrapped__") else typed(method))
+    return kind

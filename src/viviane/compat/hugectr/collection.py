@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Final
 
 import numpy as np
 
-from viviane.compat.hugectr.argument_types import typed
+from viviane.compat.hugectr.argument_types import typed, typed_methods
 from viviane.compat.hugectr.arguments import REQUIRED, Arguments, Signature, note
 from viviane.compat.hugectr.enums import CommunicationStrategy, CompressionStrategy
 from viviane.compat.hugectr.json_files import load as load_json
@@ -249,6 +249,7 @@ def _strategies(value: Any) -> list[tuple[str, list[Any]]]:
     return found
 
 
+@typed_methods
 class EmbeddingPlanner:
     """The collection API of HugeCTR 3.7 to 4.1, with the plan in a JSON file."""
 

@@ -80,6 +80,11 @@ class DenseLayer(Arguments):
         self.bottom_names: list[str] = graph_names(_listed(vars(self)["bottom_names"]))
         self.top_names: list[str] = graph_names(_listed(vars(self)["top_names"]))
         self.given = tuple(name for name in given if name not in ("layer_type", "bottom_names", "top_names"))
+        for name in ("bottom_names", "top_names"):
+            if not vars(self)[name]:
+                raise ConfigError(
+                    "a layer needs at least one tensor", where=f"DenseLayer {self.kind}, {name}", value=[]
+                )
         if self.kind not in LAYERS:
             raise ConfigError("unknown layer", where="DenseLayer", value=self.kind, fix=suggest(self.kind, LAYERS))
 
@@ -196,7 +201,7 @@ class GroupDenseLayer(Arguments):
         """
         if self.group_layer_type is not GroupLayer_t.GroupFusedInnerProduct:
             raise ConfigError("unknown group of layers", where="GroupDenseLayer", value=self.group_layer_type)
-        if len(self.top_name_list) != len(self.num_outputs):
+        if not self.num_outputs or len(self.top_name_list) != len(self.num_outputs):
             raise ConfigError("one top per output size is needed", where="GroupDenseLayer", value=self.top_name_list)
         return DenseLayer(
             layer_type="GroupFusedInnerProduct", bottom_names=_listed(self.bottom_name_list)[:1],

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from viviane.batch import Batch
 from viviane.compat.hugectr import json_graph
-from viviane.compat.hugectr.argument_types import typed
+from viviane.compat.hugectr.argument_types import typed, typed_methods
 from viviane.compat.hugectr.arguments import print_notes, say
 from viviane.compat.hugectr.collection import EmbeddingCollectionConfig
 from viviane.compat.hugectr.columns import Columns
@@ -39,6 +39,7 @@ from viviane.training.evaluation import evaluating
 from viviane.training.step.precision import Precision
 
 
+@typed_methods
 class Model(ModelFiles):
     """HugeCTR's Model.
 
@@ -379,7 +380,10 @@ class Model(ModelFiles):
         self.viviane.unfreeze_dense()
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"HugeCTR's Model has no {name!r}; {suggest(name, dir(type(self)))}")
+        if name in ("_train", "_eval"):
+            raise ConfigError("the model is not compiled", fix="call model.compile() first")
+        public = [one for one in dir(type(self)) if not one.startswith("_")]
+        raise AttributeError(f"HugeCTR's Model has no {name!r}; {suggest(name, public)}")
 
 
 class ModelPerfExt(Model):

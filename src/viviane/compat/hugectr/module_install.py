@@ -17,7 +17,7 @@ from viviane.compat.hugectr.reading import close_readers
 from viviane.compat.hugectr.symbols import HugectrModule, modules
 from viviane.compat.hugectr.tensors import want_gradients
 from viviane.core.errors import ConfigError
-from viviane.core.scripts import checked_script, installed_modules, missing_packages_named, run_as_main
+from viviane.core.scripts import checked_script, installed_modules, missing_names_explained, run_as_main
 
 _CHILD: Final = Path(__file__).parent / "child"
 
@@ -60,12 +60,12 @@ def run_script(script: str | Path, args: Sequence[str] = (), program: str | None
     """
     path = checked_script(script)
     if path.suffix == ".ipynb":
-        with installed():
+        with installed(), missing_names_explained(path):
             run_notebook(path, args, program, run_file=_run, run_cell=_run_cell)
         return
     if program is not None:
         raise ConfigError("a program is chosen from a notebook", value=program, fix="leave --program out")
-    with missing_packages_named(path):
+    with missing_names_explained(path):
         _run(path, args)
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from viviane.batch import Bag, Batch, Layout
+from viviane.compat.hugectr.argument_types import typed
 from viviane.compat.hugectr.arguments import say
 from viviane.compat.hugectr.serving import InferenceModel
 from viviane.compat.hugectr.serving_params import InferenceParams
@@ -31,6 +32,7 @@ from viviane.training.evaluation import evaluating
 _ROWS: Final = (1, 7, 64)
 
 
+@typed
 def convert(
     onnx_model_path: str,
     graph_config: str,

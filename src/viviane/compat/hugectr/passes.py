@@ -13,6 +13,7 @@ from typing import Any, ClassVar, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from viviane.compat.hugectr.argument_types import typed_methods
 from viviane.compat.hugectr.arguments import Arguments, Signature
 from viviane.compat.hugectr.columns import Columns
 from viviane.compat.hugectr.files import load_sparse, sparse_embeddings, write_folder
@@ -94,6 +95,7 @@ def _folder_of_process(paths: Sequence[str]) -> str:
     return str(paths[min(rank, len(paths) - 1)])
 
 
+@typed_methods
 class EmbeddingTrainingCache:
     """The result of get_embedding_training_cache and get_model_oversubscriber.
 

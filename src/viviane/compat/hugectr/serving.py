@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 import viviane.config as settings
 from viviane.batch import Bag, Batch, Layout
 from viviane.compat.hugectr import files
+from viviane.compat.hugectr.argument_types import typed_methods
 from viviane.compat.hugectr.arguments import print_notes
 from viviane.compat.hugectr.columns import Columns, Slot, columns_of
 from viviane.compat.hugectr.enums import Check_t, DataReaderType_t
@@ -43,6 +44,7 @@ _ENDS: Final = {"Sigmoid": "BinaryCrossEntropyLoss", "Softmax": "CrossEntropyLos
 """Last layers of an inference JSON of 3.0, and the losses whose predictions they compute."""
 
 
+@typed_methods
 class InferenceModel:
     """Predicts from the files of a trained model.
 
@@ -240,6 +242,7 @@ class InferenceModel:
         return replace(batch, layout=layout, one_hot=batch.one_hot[:, :0], bags=bags)
 
 
+@typed_methods
 class InferenceSession(InferenceModel):
     """Inference on one device, for rows in memory or from a source.
 
@@ -267,6 +270,7 @@ class InferenceSession(InferenceModel):
         return self.predict_lists(*(lists[name] for name in names[:3])).reshape(-1).tolist()
 
 
+@typed_methods
 class EmbeddingCache:
     """The result of 3.0's CreateEmbeddingCache: holds the type of keys."""
 
@@ -275,10 +279,13 @@ class EmbeddingCache:
         self.i64_input_key = bool(args[-1]) if args else False
 
 
+@typed_methods
 class ParameterServer:
     """The result of 3.0's CreateParameterServer: models read their own files."""
 
     def __init__(self, model_config_paths: Sequence[str], model_names: Sequence[str], i64_input_key: bool) -> None:
+        if len(model_names) != len(model_config_paths):
+            raise ConfigError("each model needs one name", where="CreateParameterServer", value=model_names)
         self.models = dict(zip(model_names, model_config_paths, strict=True))
         self.i64_input_key = i64_input_key
 

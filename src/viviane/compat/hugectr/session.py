@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
+from viviane.compat.hugectr.argument_types import typed, typed_methods
 from viviane.compat.hugectr.arguments import Signature
 from viviane.compat.hugectr.json_files import load as load_json
 from viviane.compat.hugectr.json_graph import read_graph, reader_from_json, with_data_layer
@@ -40,6 +41,7 @@ class SessionSolver(Solver):
             self.repeat_dataset = given.get("repeat_dataset", False)
 
 
+@typed
 def solver_of_file(config_file: str | Path) -> SessionSolver:
     """Return the solver of a JSON file's clause: SolverParser, before solver_parser_helper."""
     with expected_form(str(config_file)):
@@ -66,6 +68,7 @@ class SessionOptParams(OptParams):
         return {"lr": self.lr or self.learning_rate, **changed}
 
 
+@typed
 def get_learning_rate_scheduler(config_file: str | Path) -> LearningRateScheduler:
     """Return the learning rate schedule of a JSON file's optimizer clause."""
     with expected_form(str(config_file)):
@@ -73,6 +76,7 @@ def get_learning_rate_scheduler(config_file: str | Path) -> LearningRateSchedule
     return LearningRateScheduler(schedule.pop("lr"), **schedule)
 
 
+@typed_methods
 class Session:
     """Trains the model of a JSON file step by step.
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 
 import viviane.config as settings
-from viviane.compat.hugectr.argument_types import typed
+from viviane.compat.hugectr.argument_types import typed, typed_methods
 from viviane.compat.hugectr.arguments import Arguments, Signature, note, say
 from viviane.compat.hugectr.enums import AllReduceAlgo, DeviceLayout, LrPolicy_t, MetricsType, Optimizer_t, Update_t
 from viviane.compat.hugectr.processes import group, num_processes, shared_device
@@ -91,6 +91,7 @@ class Solver(Arguments):
         )
 
 
+@typed_methods
 class LearningRateScheduler:
     """HugeCTR's learning rate schedule, one step at a time.
 

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
+from viviane.compat.hugectr.argument_types import typed_methods
 from viviane.compat.hugectr.arguments import Arguments, Signature, note
 from viviane.compat.hugectr.enums import DataReaderType_t, DataSourceType_t, FileSystemType_t
 from viviane.core.errors import ConfigError, DataError
@@ -34,6 +35,7 @@ class DataSourceParams(Arguments):
         return not self.use_hdfs and self.source in (FileSystemType_t.Local, DataSourceType_t.Local)
 
 
+@typed_methods
 class DataSource:
     """Copies files to local paths.
 
