@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from viviane.core.errors import ConfigError, StoreError, suggest
+from viviane.core.files import replace_folder
 
 if TYPE_CHECKING:
     import numpy as np
@@ -42,13 +43,16 @@ def command(
     settings = TableSettings.from_json_file(config).model_copy(update={"cache": None, "updates": None})
     if settings.rocksdb is None:
         raise ConfigError("the config has no store", where=str(config), fix='add "rocksdb": {"folder": ...}')
+    if action == "export" and output is None:
+        raise ConfigError("nowhere to export to", fix="name a folder with --output")
     served = _open(model, version, settings)
     try:
+        if output is not None and action == "export":
+            _export(served, output)
+            return
         for name, table in served.hierarchies.items():
             if action == "import":
                 _import(name, table)
-            elif action == "export":
-                _export(name, table, output)
             elif action == "inspect":
                 tiers = ", ".join(f"{level.tier.name} {level.tier.num_rows():,}" for level in table.levels)
                 typer.echo(f"{name}: {table.layout}; rows: {tiers}")
@@ -97,11 +101,17 @@ def _rows(table: TableHierarchy) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         yield keys[~there], rows[~there]
 
 
-def _export(name: str, table: TableHierarchy, output: Path | None) -> None:
-    if output is None:
-        raise ConfigError("nowhere to export to", fix="name a folder with --output")
-    folder = output / name
-    folder.mkdir(parents=True, exist_ok=False)
+def _export(served: ServedTables, output: Path) -> None:
+    counts: dict[str, int] = {}
+    with replace_folder(output, overwrite=False) as work:
+        for name, table in served.hierarchies.items():
+            counts[name] = _write_rows(table, work / name)
+    for name, count in counts.items():
+        typer.echo(f"{output / name}: {count:,} rows")
+
+
+def _write_rows(table: TableHierarchy, folder: Path) -> int:
+    folder.mkdir(parents=True)
     count = 0
     with (folder / "keys.i64").open("wb") as keys_file, (folder / "rows.bin").open("wb") as rows_file:
         for keys, rows in _rows(table):
@@ -109,7 +119,7 @@ def _export(name: str, table: TableHierarchy, output: Path | None) -> None:
             rows_file.write(rows.tobytes())
             count += len(keys)
     (folder / "layout.json").write_text(json.dumps({**table.layout.to_json(), "num_rows": count}, indent=2) + "\n")
-    typer.echo(f"{folder}: {count:,} rows")
+    return count
 
 
 def _verify(name: str, table: TableHierarchy) -> None:

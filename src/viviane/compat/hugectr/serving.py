@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 import viviane.config as settings
 from viviane.batch import Bag, Batch, Layout
@@ -170,9 +170,7 @@ class InferenceModel:
     def refresh_embedding_cache(self) -> None:
         """Do nothing: lookups read the tables, and caches of a parameter server take part in updates."""
 
-    def predict_lists(
-        self, dense: Sequence[float], keys: Sequence[int], row_ptrs: Sequence[int]
-    ) -> NDArray[np.float32]:
+    def predict_lists(self, dense: ArrayLike, keys: ArrayLike, row_ptrs: ArrayLike) -> NDArray[np.float32]:
         """Return predictions (rows, labels) of rows in memory; keys and offsets are concatenated by table."""
         given, groups = self._graph.given, self._columns.slots
         pointers = whole_numbers(row_ptrs, np.int64, "predict, row_ptrs")
@@ -181,7 +179,10 @@ class InferenceModel:
         if rest or rows < 1:
             raise DataError("row_ptrs needs rows x slots + 1 offsets per table", where="predict",
                             value=len(pointers), allowed=f"rows x {sum(slots)} + {len(slots)}")  # fmt: skip
-        numbers = np.asarray(dense, np.float32)
+        try:
+            numbers = np.ascontiguousarray(dense, np.float32)
+        except (TypeError, ValueError) as error:
+            raise DataError("dense values must be numbers", where="predict, dense", value=str(error)) from error
         if numbers.size != rows * given.dense_dim:
             raise DataError("dense needs dense_dim values per row", where="predict", value=numbers.size,
                             allowed=f"{rows} x {given.dense_dim}")  # fmt: skip
