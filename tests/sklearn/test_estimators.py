@@ -142,6 +142,9 @@ def test_prints_the_columns(clicks: Any, capsys: pytest.CaptureFixture[str]) -> 
         ({"class_weight": {"maybe": 2}}, "not class weights"),
         ({"model": "deepfn"}, "deepfm"),
         ({"categories": ["sight"]}, "site"),
+        ({"epochs": 0}, r"at least 1\n.*epochs"),
+        ({"batch_size": 1.5}, r"at least 1\n.*batch_size"),
+        ({"lr": -1.0}, r"not a learning rate\n.*lr"),
     ],
 )
 def test_refuses_settings_with_what_is_allowed(settings: dict[str, Any], message: str, clicks: Any) -> None:
@@ -162,6 +165,43 @@ def test_refuses_rows_and_labels_that_cannot_be(clicks: Any, fitted: Any) -> Non
         vv.CTRClassifier(verbose=0).fit(frame, y[:-1])
     with pytest.raises(ConfigError, match="lacks columns"):
         fitted.predict(frame.drop(columns="site"))
+    with pytest.raises(DataError, match="X has no rows"):
+        vv.CTRClassifier(verbose=0).fit(frame.iloc[:0], [])
+    weights = np.ones(ROWS)
+    for weight, message in ((weights[1:], "another number of rows"), (0 * weights, "weights are 0")):
+        with pytest.raises(DataError, match=message):
+            vv.CTRClassifier(verbose=0).fit(frame, y, sample_weight=weight)
+    weights[7] = -2
+    with pytest.raises(DataError, match=r"(?s)finite number.*row 7.*-2"):
+        vv.CTRClassifier(verbose=0).fit(frame, y, sample_weight=weights)
+
+
+def test_whole_numbers_may_be_missing_in_prediction_alone() -> None:
+    """A frame turns such a column into floats."""
+    frame = pd.DataFrame({"age": np.arange(200) % 50, "site": ["a", "b"] * 100, "old": np.arange(200) % 50 > 25})
+    clf = vv.CTRClassifier("linear", epochs=1, num_folds=1, verbose=0).fit(frame, np.arange(200) % 2)
+    few = frame.head(4).copy()
+    expected = clf.predict_proba(few)
+    few["age"] = few["age"].astype(float)
+    few["old"] = few["old"].astype(float)
+    np.testing.assert_array_equal(clf.predict_proba(few), expected)
+    few.loc[1, "age"] = np.nan
+    missing = frame.head(4).astype({"age": "Int64"})
+    missing.loc[1, "age"] = pd.NA
+    found = clf.predict_proba(few)
+    np.testing.assert_array_equal(found, clf.predict_proba(missing))
+    np.testing.assert_array_equal(found[[0, 2, 3]], expected[[0, 2, 3]])
+    few.loc[2, "age"] = 1.5
+    with pytest.raises(DataError, match=r"(?s)not a whole number.*row 2, column 'age'.*1.5"):
+        clf.predict_proba(few)
+
+
+def test_an_array_without_names_has_the_columns_of_fit_in_their_order() -> None:
+    frame = pd.DataFrame({"b": np.arange(100.0), "a": np.arange(100.0)[::-1]})
+    clf = vv.CTRClassifier("linear", epochs=1, num_folds=1, verbose=0).fit(frame, np.arange(100) % 2)
+    with pytest.warns(UserWarning, match="feature names"):
+        found = clf.predict_proba(frame.to_numpy())
+    np.testing.assert_array_equal(found, clf.predict_proba(frame))
 
 
 def test_ranks_rows_of_groups_without_the_group_in_prediction() -> None:

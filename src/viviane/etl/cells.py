@@ -124,6 +124,8 @@ def cast_cells(array: Any, target: pa.DataType) -> tuple[Any, list[int]]:
 
 
 def _scalars(array: Any, kind: str) -> tuple[Any, list[int]]:
+    if kind in ("int", "bool") and pa.types.is_floating(array.type):
+        array = pc.if_else(pc.is_nan(array), pa.scalar(None, array.type), array)
     if kind == "hex":
         return _hex(array)
     if kind == "bool":

@@ -50,7 +50,11 @@ def check_columns(
     *,
     text_allowed: bool = False,
 ) -> tuple[InputColumn, ...]:
-    """Compare a table's columns with those wanted; `text_allowed` also takes the text that a delimited file holds."""
+    """Compare a table's columns with those wanted.
+
+    `text_allowed`, for rows in memory, also takes the text that a delimited file holds, and floats for whole numbers:
+    a frame turns a column of whole numbers into floats as soon as one of them is missing.
+    """
     wanted = tuple(column for column in wanted if column.name in schema.names or column.name not in optional)
     for column in wanted:
         if column.name not in schema.names:
@@ -160,7 +164,7 @@ def _damaged(source: Source, error: Exception, place: str = "") -> DataError:
 
 
 def fits(kind: pa.DataType, column: InputColumn, *, text_allowed: bool = False) -> bool:
-    """Whether a column of this Arrow type can be converted; `text_allowed` also takes text as in a delimited file."""
+    """Whether a column of this Arrow type can be converted; `text_allowed`: see `check_columns`."""
     types = pa.types
     if text_allowed and types.is_string(kind) and not column.list:
         return True
@@ -176,10 +180,10 @@ def fits(kind: pa.DataType, column: InputColumn, *, text_allowed: bool = False) 
     text = _is_text(kind)
     accepted = {
         "float": types.is_floating(kind) or types.is_integer(kind) or types.is_boolean(kind),
-        "int": types.is_integer(kind) or types.is_boolean(kind),
+        "int": types.is_integer(kind) or types.is_boolean(kind) or (text_allowed and types.is_floating(kind)),
         "string": text,
         "hex": text or types.is_integer(kind),
         "timestamp": types.is_timestamp(kind),
-        "bool": types.is_boolean(kind) or types.is_integer(kind) or text,
+        "bool": types.is_boolean(kind) or types.is_integer(kind) or text or (text_allowed and types.is_floating(kind)),
     }
     return bool(accepted[column.type] or types.is_null(kind))

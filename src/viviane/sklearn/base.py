@@ -8,6 +8,7 @@ import tempfile
 import weakref
 import zipfile
 from collections.abc import Sequence
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -53,9 +54,12 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
             )
             if array.dtype.kind in "fc" and np.isinf(array).any():
                 raise DataError("X has infinite values", value="inf", fix="replace them, or make them missing (NaN)")
-            names = [f"x{n}" for n in range(array.shape[1])]
-            return _nan_as_missing(as_table(array, names))
+            # As in scikit-learn: columns without names are those of fit, in their order.
+            known = () if reset else getattr(self, "feature_names_in_", ())
+            return _nan_as_missing(as_table(array, [*known] or [f"x{n}" for n in range(array.shape[1])]))
         table = as_table(X)
+        if reset and not table.num_rows:
+            raise DataError("X has no rows", value=f"0 rows, columns {', '.join(table.column_names[:10])}")
         if reset:
             self.feature_names_in_ = np.array(table.column_names, dtype=object)
             self.n_features_in_ = len(table.column_names)
@@ -179,11 +183,35 @@ def weights_of(sample_weight: Any, rows: int) -> NDArray[np.float64] | None:
     if sample_weight is None:
         return None
     weights: NDArray[np.float64] = column_or_1d(np.asarray(sample_weight, dtype=np.float64))
-    if len(weights) != rows or not np.isfinite(weights).all() or (weights < 0).any() or not weights.any():
+    if len(weights) != rows:
+        raise DataError("sample_weight has another number of rows than X", value=f"{len(weights)}, X has {rows}")
+    wrong = np.flatnonzero(~(np.isfinite(weights) & (weights >= 0)))
+    if len(wrong):
         raise DataError(
-            "sample weights are one finite number of at least 0 for each row", value=(len(weights), rows),
+            "a sample weight is not a finite number of at least 0", where=f"sample_weight, row {wrong[0]}",
+            value=float(weights[wrong[0]]),
         )  # fmt: skip
+    if not weights.any():
+        raise DataError("all sample weights are 0", fix="leave sample_weight out, or weight some rows")
     return weights
+
+
+def check_numbers(estimator: Any) -> None:
+    """Refuse settings of training that are out of range, by the estimator's own names for them.
+
+    Raises:
+        ConfigError: epochs or batch_size is no whole number from 1, a learning rate none above 0.
+    """
+    for name in ("epochs", "batch_size"):
+        value = getattr(estimator, name)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, Integral) or value < 1):
+            raise ConfigError("not a whole number of at least 1", where=name, value=value, allowed="1 or more, None")
+    for name in ("lr", "table_lr"):
+        value = getattr(estimator, name)
+        if value is not None and (
+            isinstance(value, bool) or not isinstance(value, Real) or not 0 < float(value) < np.inf
+        ):
+            raise ConfigError("not a learning rate", where=name, value=value, allowed="a number above 0, None")
 
 
 def column(values: Any, rows: int, what: str) -> NDArray[Any]:

@@ -16,7 +16,7 @@ from sklearn.utils.multiclass import check_classification_targets
 from viviane.core.errors import ConfigError, DataError
 from viviane.metrics.calibrators import IsotonicCalibration, PriorCorrection, fit_blend, logit, sigmoid
 from viviane.model import Model
-from viviane.sklearn.base import TableEstimator, checked_share, column, plural, say, weights_of
+from viviane.sklearn.base import TableEstimator, check_numbers, checked_share, column, plural, say, weights_of
 from viviane.sklearn.blend import blend
 from viviane.sklearn.members import SMALL_ROWS, Member, Size, automatic, named
 from viviane.sklearn.table import LABEL, Encoded, folds, own_name
@@ -125,6 +125,7 @@ class CTRClassifier(ClassifierMixin, TableEstimator):  # type: ignore[misc]
         self._check_settings()
         if y is None:
             raise ValueError("This CTRClassifier estimator requires y to be passed, but the target y is None")
+        check_numbers(self)
         table = self._table(X, reset=True)
         labels = self._classes(y, table.num_rows)
         weight = weights_of(sample_weight, table.num_rows)

@@ -14,7 +14,7 @@ from sklearn.base import ClassifierMixin
 
 from viviane.core.errors import ConfigError, DataError, SchemaError
 from viviane.core.rows import as_table, is_frame
-from viviane.sklearn.base import TableEstimator, checked_share, say, weights_of
+from viviane.sklearn.base import TableEstimator, check_numbers, checked_share, say, weights_of
 from viviane.sklearn.members import Size, named
 from viviane.sklearn.table import folds
 from viviane.zoo import ZooModel
@@ -87,6 +87,7 @@ class CTRMultiTaskClassifier(ClassifierMixin, TableEstimator):  # type: ignore[m
         Raises:
             DataError: y holds other values, or fewer than two labels. SchemaError: a label has a feature's name.
         """
+        check_numbers(self)
         table = self._table(X, reset=True)
         labels = _labels(y, table.num_rows)
         if both := sorted(set(labels) & set(table.column_names)):

@@ -16,7 +16,7 @@ from viviane.etl import FittedEtl
 from viviane.metrics.calibrators import logit
 from viviane.model import Model
 from viviane.schema import Schema
-from viviane.sklearn.base import TableEstimator, checked_share, column, say, weights_of
+from viviane.sklearn.base import TableEstimator, check_numbers, checked_share, column, say, weights_of
 from viviane.sklearn.blend import blend
 from viviane.sklearn.members import Size, named
 from viviane.sklearn.table import GROUP, LABEL, Encoded, folds, own_name
@@ -103,6 +103,7 @@ class CTRRanker(TableEstimator):
         """
         if not isinstance(self.k, int) or self.k < 1:
             raise ConfigError("k of NDCG is a number from 1", value=self.k)
+        check_numbers(self)
         table = self._table(X, reset=True)
         relevance = column(y, table.num_rows, "y").astype(np.float64)
         if not np.isin(relevance, (0.0, 1.0)).all() or len(np.unique(relevance)) < 2:
