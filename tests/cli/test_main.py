@@ -37,7 +37,8 @@ def test_help_of_each_command(name: str) -> None:
 def test_help_lists_every_command() -> None:
     done = run(main.app, ["--help"])
     assert done.exit_code == 0, done.output
-    assert all(name in done.output for name in main.COMMANDS)
+    listed = [line.split()[1] for line in done.output.splitlines() if line.startswith("│ ") and line[2] != " "]
+    assert set(main.COMMANDS) <= set(listed)
 
 
 def fail() -> None:

@@ -35,37 +35,43 @@ def server(tmp_path: Path) -> Any:
 
 def test_versions_are_listed_loaded_and_rolled_back(server: Any) -> None:
     url = server.url
-    assert say("models", url, "list") == "ctr  3  READY\n"
-    assert "version 2" in say("models", url, "rollback", "ctr")  # read from the folder
-    assert say("models", url, "list") == "ctr  2  READY\n"
-    say("models", url, "load", "ctr", "--version", "3")
+    assert say("models", "list", url) == "ctr  3  READY\n"
+    assert "version 2" in say("models", "rollback", url, "ctr")  # read from the folder
+    assert say("models", "list", url) == "ctr  2  READY\n"
+    say("models", "load", url, "ctr", "--version", "3")
     assert server.rollback("ctr") == 2  # still loaded
-    say("models", url, "load", "ctr", "--version", "3")
-    assert "version 1" in say("models", url, "rollback", "ctr", "--version", "1")
+    say("models", "load", url, "ctr", "--version", "3")
+    assert "version 1" in say("models", "rollback", url, "ctr", "--version", "1")
     assert {one.version for one in server.index()} == {1}
     with pytest.raises(ConfigError, match="no earlier version"):
-        models.command(url, "rollback", "ctr")
+        models.rollback(url, "ctr")
     with pytest.raises(ConfigError, match="to an earlier version"):
-        models.command(url, "rollback", "ctr", 3)
+        models.rollback(url, "ctr", 3)
     with pytest.raises(ConfigError, match="no such model"):
-        models.command(url, "unload", "cti")
+        models.unload(url, "cti")
     with pytest.raises(ConfigError, match="whole number"):
         models.ask(url, "/v2/repository/models/ctr/load", {"parameters": {"version": "2"}})
-    say("models", url, "unload", "ctr", "--version", "1")
-    assert say("models", url, "list") == ""
+    say("models", "unload", url, "ctr", "--version", "1")
+    assert say("models", "list", url) == ""
 
 
 def test_words_that_cannot_be_are_refused() -> None:
-    with pytest.raises(ConfigError, match="no such action"):
-        models.command("http://a", "lode", "ctr")
-    with pytest.raises(ConfigError, match="list takes no model"):
-        models.command("http://a", "list", "ctr")
+    for words, message in (
+        (["lode", "http://a", "ctr"], "did you mean 'load'"),
+        (["http://a", "list"], "the action comes first: viviane models list http://a"),  # the older order
+        (["http://a", "load", "ctr", "--version", "7"], "viviane models load http://a ctr --version 7"),
+        (["list", "http://a", "ctr"], "unexpected extra argument"),
+        (["load", "http://a"], "Missing argument 'MODEL'"),
+    ):
+        result = CliRunner().invoke(app, ["models", *words], prog_name="viviane", env={"COLUMNS": "300"})
+        assert result.exit_code == 2
+        assert message in result.output
     with pytest.raises(ConfigError, match="not the address"):
-        models.command("127.0.0.1:8000", "list")
+        models.list_models("127.0.0.1:8000")
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))  # bound, but nothing listens
         with pytest.raises(RemoteError, match="no server responds"):
-            models.command(f"http://127.0.0.1:{held.getsockname()[1]}", "list")
+            models.list_models(f"http://127.0.0.1:{held.getsockname()[1]}")
 
 
 def test_top_shows_a_server_once(server: Any) -> None:

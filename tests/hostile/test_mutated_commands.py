@@ -318,7 +318,7 @@ def test_command_lines_that_once_ended_in_a_raw_error(samples: Path, tmp_path: P
     Hostile.answers, before = ([],), Hostile.answers
     Hostile.rng = random.Random(5)
     try:
-        found = {run_words(["models", url, "rollback", "m"], tmp_path) for _ in range(8)}
+        found = {run_words(["models", "rollback", url, "m"], tmp_path) for _ in range(8)}
     finally:
         Hostile.answers = before
     assert "RemoteError" in found

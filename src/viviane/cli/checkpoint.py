@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 
+from viviane.cli.subcommands import command_group
 from viviane.core.locations import RemotePath, location
 from viviane.core.remote.cache import local_copy
 from viviane.core.remote.published import publish_folder
@@ -19,11 +20,7 @@ if TYPE_CHECKING:
 
 _MOST = 65536  # processes
 
-app = typer.Typer(
-    help="Work on a checkpoint without its model; every file is verified first.",
-    no_args_is_help=True,
-    add_completion=False,
-)
+app = command_group("Work on a checkpoint without its model; every file is verified first.")
 
 Checkpoint: TypeAlias = Annotated[Path, typer.Argument(help="A checkpoint: a folder with manifest.json.")]
 Made: TypeAlias = Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write, here or at a URL.")]

@@ -8,37 +8,29 @@ from typing import Annotated, Any
 
 import typer
 
-from viviane.core.errors import ConfigError, suggest
+from viviane.cli.subcommands import command_group
 
-ACTIONS = {
-    "build": "MODEL: index the vectors of its items, next to the model or in --output",
-    "inspect": "MODEL or INDEX: what it holds and how much it finds",
-}
+app = command_group("Index the items of a two-tower, SASRec or HSTU model for nearest-neighbour search.")
 
 
-def command(
-    action: Annotated[str, typer.Argument(metavar="ACTION", help="; ".join(f"{n} {w}" for n, w in ACTIONS.items()))],
-    path: Annotated[Path, typer.Argument(help="A saved model with item and user vectors, or its run folder.")],
+@app.command()
+def build(
+    path: Annotated[Path, typer.Argument(metavar="MODEL", help="A saved model with item and user vectors.")],
     data: Annotated[
         Path | None,
-        typer.Option(help="build: a data set; its users measure recall, and its items are indexed where the item's "
+        typer.Option(help="A data set; its users measure recall, and its items are indexed where the item's "
                      "vector reads more than the item's id."),
     ] = None,
-    kind: Annotated[str, typer.Option(help="build: exact, or by faiss: flat, ivf, hnsw, sq8.")] = "exact",
-    lists: Annotated[int | None, typer.Option(min=1, help="build: lists of ivf and sq8.")] = None,
-    probes: Annotated[int | None, typer.Option(min=1, help="build: lists that are searched.")] = None,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="build: a folder; else MODEL/index.")] = None,
-    device: Annotated[str, typer.Option(help="build: where the model runs: auto, cpu, cuda.")] = "auto",
+    kind: Annotated[str, typer.Option(help="exact, or by faiss: flat, ivf, hnsw, sq8.")] = "exact",
+    lists: Annotated[int | None, typer.Option(min=1, help="Lists of ivf and sq8.")] = None,
+    probes: Annotated[int | None, typer.Option(min=1, help="Lists that are searched.")] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="A folder; else MODEL/index.")] = None,
+    device: Annotated[str, typer.Option(help="Where the model runs: auto, cpu, cuda.")] = "auto",
 ) -> None:  # fmt: skip
-    """Index the items of a two-tower, SASRec or HSTU model for nearest-neighbour search."""
+    """Index the vectors of a model's items, next to the model or in --output."""
     from viviane.model import Model
     from viviane.retrieval import IndexSettings, build_index, index_folder, model_version
 
-    if action not in ACTIONS:
-        raise ConfigError("no such action", value=action, fix=suggest(action, ACTIONS))
-    if action == "inspect":
-        _inspect(path)
-        return
     settings = IndexSettings.from_dict({"kind": kind, "num_lists": lists, "num_probes": probes})
     model = Model.load(path, device=device)
     items, queries = _from_data(model, data)
@@ -79,7 +71,11 @@ def _first(parts: Any) -> Any:
     return next(iter(parts), None)
 
 
-def _inspect(path: Path) -> None:
+@app.command()
+def inspect(
+    path: Annotated[Path, typer.Argument(help="A saved model that has an index, or the folder of an index.")],
+) -> None:
+    """Print what an index holds and how much it finds."""
     from viviane.core.errors import CheckpointError
     from viviane.retrieval import ItemIndex, index_folder, model_version
     from viviane.retrieval.index import INDEX_FILE

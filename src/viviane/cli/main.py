@@ -81,7 +81,9 @@ def find_command(name: str) -> Any:
     """Import a command's module; returns the command as Click sees it, a group where it has subcommands."""
     module = importlib.import_module(COMMANDS[name])
     if hasattr(module, "app"):
-        return typer.main.get_command(module.app)
+        group = typer.main.get_command(module.app)
+        group.name = name  # which --help prints
+        return group
     single = typer.Typer(add_completion=False)
     settings = getattr(module, "CONTEXT_SETTINGS", None)
     single.command(name, context_settings=settings)(module.command)

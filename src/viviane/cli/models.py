@@ -6,46 +6,62 @@ import json
 import urllib.error
 import urllib.request
 from http.client import HTTPException
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, TypeAlias
 from urllib.parse import quote
 
 import typer
 
 from viviane.cli.console import printable
+from viviane.cli.subcommands import command_group
 from viviane.core.addresses import server_address
-from viviane.core.errors import ConfigError, RemoteError, VivianeError, suggest
+from viviane.core.errors import ConfigError, RemoteError, VivianeError
 from viviane.core.json_files import expected_form, json_object, parse_json
 
-ACTIONS: Final = {
-    "list": "all versions and their state",
-    "load": "MODEL: load a version next to those that respond, then switch to it",
-    "unload": "MODEL: stop sending it requests, complete those that it has, free it",
-    "rollback": "MODEL: let an earlier version respond again",
-}
 TIMEOUT_S: Final = 600.0
 MAX_REPLY_BYTES: Final = 16 << 20
 
+app = command_group("Control the models of a running server, one that was started with --allow-load.")
 
-def command(
-    url: Annotated[str, typer.Argument(help="The server: http://127.0.0.1:8000.")],
-    action: Annotated[str, typer.Argument(metavar="ACTION", help="; ".join(f"{n} {w}" for n, w in ACTIONS.items()))],
-    model: Annotated[str | None, typer.Argument(help="Name of the model.")] = None,
-    version: Annotated[
-        int | None,
-        typer.Option(min=1, help="load: newest; unload: all; rollback: the one before, unless given."),
-    ] = None,
+Url: TypeAlias = Annotated[str, typer.Argument(help="The server: http://127.0.0.1:8000.")]
+Name: TypeAlias = Annotated[str, typer.Argument(metavar="MODEL", help="Name of the model.")]
+
+
+@app.command("list")
+def list_models(url: Url) -> None:
+    """Print all versions and their state."""
+    for line in _lines_of(ask(url, "/v2/repository/index", {}), url):
+        typer.echo(line)
+
+
+@app.command()
+def load(
+    url: Url, model: Name, version: Annotated[int | None, typer.Option(min=1, help="The newest unless given.")] = None
 ) -> None:
-    """Control the models of a server that was started with --allow-load."""
-    if action not in ACTIONS:
-        raise ConfigError("no such action", value=action, fix=suggest(action, ACTIONS))
-    if (model is None) != (action == "list"):
-        raise ConfigError("list takes no model, other actions take one", where=action, value=model)
-    if action == "list":
-        for line in _lines_of(ask(url, "/v2/repository/index", {}), url):
-            typer.echo(line)
-        return
+    """Load a version next to those that respond, then switch to it."""
+    _change(url, model, "load", version)
+
+
+@app.command()
+def unload(
+    url: Url, model: Name, version: Annotated[int | None, typer.Option(min=1, help="All of them unless given.")] = None
+) -> None:
+    """Stop sending requests to a model, complete those that it has, free it."""
+    _change(url, model, "unload", version)
+
+
+@app.command()
+def rollback(
+    url: Url,
+    model: Name,
+    version: Annotated[int | None, typer.Option(min=1, help="The one before unless given.")] = None,
+) -> None:
+    """Let an earlier version respond again."""
+    _change(url, model, "rollback", version)
+
+
+def _change(url: str, model: str, action: str, version: int | None) -> None:
     content = {} if version is None else {"parameters": {"version": version}}
-    found = ask(url, f"/v2/repository/models/{quote(str(model), safe='')}/{action}", content)
+    found = ask(url, f"/v2/repository/models/{quote(model, safe='')}/{action}", content)
     if not isinstance(found, dict):
         raise RemoteError("the server's reply is no JSON object", where=url, value=str(found)[:80],
                           fix="check that the address is that of `viviane serve`")  # fmt: skip

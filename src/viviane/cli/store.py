@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
 
-from viviane.core.errors import ConfigError, StoreError, suggest
+from viviane.cli.subcommands import command_group
+from viviane.core.errors import ConfigError, StoreError
 from viviane.core.files import replace_folder
 
 if TYPE_CHECKING:
@@ -19,49 +21,68 @@ if TYPE_CHECKING:
     from viviane.serving.parameter_server.tables import ServedTables
     from viviane.store.hierarchy import TableHierarchy
 
-ACTIONS = {
-    "import": "MODEL: write all rows of the saved model into the config's store",
-    "export": "MODEL: write the rows that the store has now to --output, keys.i64 and rows.bin a table",
-    "inspect": "MODEL: rows by table and tier",
-    "verify": "MODEL: check sums of the saved model, and that every row of the store can be read",
-}
 _BATCH = 65_536
 
+app = command_group("Look after the stores of served models; no server may have them open meanwhile.")
 
-def command(
-    action: Annotated[str, typer.Argument(metavar="ACTION", help="; ".join(f"{n} {w}" for n, w in ACTIONS.items()))],
-    model: Annotated[Path, typer.Argument(help="A saved model, or a folder of versions.")],
-    config: Annotated[Path, typer.Option(help='JSON of tiers: {"rocksdb": {"folder": "/nvme/ps"}}.')],
-    version: Annotated[int | None, typer.Option(min=1, help="Which version; the latest unless given.")] = None,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="export: a folder, which is made.")] = None,
+Saved: TypeAlias = Annotated[Path, typer.Argument(metavar="MODEL", help="A saved model, or a folder of versions.")]
+Tiers: TypeAlias = Annotated[Path, typer.Option("--config", help='JSON of tiers: {"rocksdb": {"folder": "/nvme/ps"}}.')]
+Version: TypeAlias = Annotated[
+    int | None, typer.Option("--version", min=1, help="Which version; the latest unless given.")
+]
+
+
+@app.command("import")
+def import_rows(model: Saved, config: Tiers, version: Version = None) -> None:
+    """Write all rows of the saved model into the config's store; rows that updates have changed stay."""
+    with _tables(model, config, version) as tables:
+        for name, table in tables.items():
+            _import(name, table)
+
+
+@app.command("export")
+def export_rows(
+    model: Saved,
+    config: Tiers,
+    output: Annotated[Path, typer.Option("--output", "-o", help="A folder, which is made.")],
+    version: Version = None,
 ) -> None:
-    """Look after the stores of served models; no server may have them open meanwhile."""
+    """Write the rows that the store has now: keys.i64 and rows.bin a table."""
+    with _tables(model, config, version) as tables:
+        _export(tables, output)
+
+
+@app.command()
+def inspect(model: Saved, config: Tiers, version: Version = None) -> None:
+    """Print the rows by table and tier."""
+    with _tables(model, config, version) as tables:
+        for name, table in tables.items():
+            tiers = ", ".join(f"{level.tier.name} {level.tier.num_rows():,}" for level in table.levels)
+            typer.echo(f"{name}: {table.layout}; rows: {tiers}")
+
+
+@app.command()
+def verify(model: Saved, config: Tiers, version: Version = None) -> None:
+    """Check that every row of the store can be read, and the check sums of the saved model."""
+    with _tables(model, config, version) as tables:
+        for name, table in tables.items():
+            _verify(name, table)
+    _verify_model(model, version)
+
+
+@contextmanager
+def _tables(model: Path, config: Path, version: int | None) -> Iterator[Mapping[str, TableHierarchy]]:
+    """Open the tables of a model with the config's store; caches and updates are left out."""
     from viviane.serving.parameter_server.settings import TableSettings
 
-    if action not in ACTIONS:
-        raise ConfigError("no such action", value=action, fix=suggest(action, ACTIONS))
     settings = TableSettings.from_json_file(config).model_copy(update={"cache": None, "updates": None})
     if settings.rocksdb is None:
         raise ConfigError("the config has no store", where=str(config), fix='add "rocksdb": {"folder": ...}')
-    if action == "export" and output is None:
-        raise ConfigError("nowhere to export to", fix="name a folder with --output")
     served = _open(model, version, settings)
     try:
-        if output is not None and action == "export":
-            _export(served, output)
-            return
-        for name, table in served.hierarchies.items():
-            if action == "import":
-                _import(name, table)
-            elif action == "inspect":
-                tiers = ", ".join(f"{level.tier.name} {level.tier.num_rows():,}" for level in table.levels)
-                typer.echo(f"{name}: {table.layout}; rows: {tiers}")
-            else:
-                _verify(name, table)
+        yield served.hierarchies
     finally:
         served.close()
-    if action == "verify":
-        _verify_model(model, version)
 
 
 def _open(model: Path, version: int | None, settings: TableSettings) -> ServedTables:
@@ -101,10 +122,10 @@ def _rows(table: TableHierarchy) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         yield keys[~there], rows[~there]
 
 
-def _export(served: ServedTables, output: Path) -> None:
+def _export(tables: Mapping[str, TableHierarchy], output: Path) -> None:
     counts: dict[str, int] = {}
     with replace_folder(output, overwrite=False) as work:
-        for name, table in served.hierarchies.items():
+        for name, table in tables.items():
             counts[name] = _write_rows(table, work / name)
     for name, count in counts.items():
         typer.echo(f"{output / name}: {count:,} rows")
