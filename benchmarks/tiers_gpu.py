@@ -1,12 +1,15 @@
 """A GPU's cache over host memory: whole iterations of tables that are larger than the cache.
 
-    python benchmarks/tiers_gpu.py [--small]
+    python benchmarks/tiers_gpu.py [--small] [--only dlrm]
 
 Ten tables x 128 columns, 1,048,570 ids, lookup, backward and update, by the clock in a loop without waiting, once every
 row has been written to host memory and the cache holds what it will; the same with all rows in the GPU's memory beside
 it. With Adam a row brings its state. Ids are numbered by frequency, as the ETL does, or spread over their table. Of
 uniform ids nearly all rows are missing. The floor is the time of missing rows at 31 GB/s each way, which sorted rows
 reached in an earlier measurement: where rows are long, the cache comes below it.
+
+The training step of one-hot DLRM, captured in a CUDA graph, with 10% of all rows on the GPU, beside the same step with
+all of them there; every batch is another one, announced ahead as `fit` does.
 
 Peer figures: FBGEMM 1.6.0, UVM caching, on an H200, measured with the same sizes.
 """
@@ -17,22 +20,30 @@ import argparse
 import sys
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from embedding_gpu import CAP, CRITEO
 from record import record
 from tiers import by_frequency, power_law
+from train_gpu import DIM as DLRM_DIM
+from train_gpu import dlrm, draw, schema_of
 from viviane.config import SGD, Adam
 from viviane.embedding import CachedStorage, CacheSettings, EmbeddingCollection, FeatureConfig, TableConfig
+from viviane.training.look_ahead import LookAhead
+from viviane.training.tier_counts import tier_counts
 
 SMALL = "--small" in sys.argv
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TABLES, DIM, IDS = 10, (16 if SMALL else 128), (500 if SMALL else 104_857)
 WARM, REPEATS = (3, 4) if SMALL else (300, 40)
 AHEAD = 3
+DLRM_ROWS, DLRM_LAW = (512 if SMALL else 65_536), 1.1
+DLRM_WARM, DLRM_STEPS, DLRM_ROUND = (8, 8, 4) if SMALL else (200, 140, 20)
 PART_ROWS = 65_536
 LINK = 31e9
 FBGEMM = "FBGEMM 1.6.0 UVM caching, H200: {} ms"
@@ -134,14 +145,56 @@ def measure(case: str, rows: int, optimizer: Any, law: str, goal: float | None, 
     )  # fmt: skip
 
 
+def dlrm_step(share: float | None) -> NDArray[np.float64]:
+    """Train DLRM with a share of its rows on the GPU, on batches announced ahead; return milliseconds by round."""
+    rows = [min(one, CAP) for one in CRITEO]
+    schema = schema_of(rows, [1] * len(rows))
+    memory = {} if share is None else {"embedding_memory": int(share * sum(rows)) * (4 * DLRM_DIM + 18)}
+    trainer = dlrm(schema, **memory).trainer
+    ahead = LookAhead(trainer.module)
+    assert ahead.is_needed == (share is not None)
+    batches = [draw(schema, [1] * len(rows), DLRM_ROWS, DLRM_LAW, i) for i in range(DLRM_WARM + DLRM_STEPS)]
+    marks, announced = [], 0
+    for i, batch in enumerate(batches):
+        while ahead.is_needed and announced <= i + AHEAD < len(batches) and ahead.announce(batches[announced]):
+            announced += 1
+        trainer.train_step(batch)
+        ahead.forget(batch)
+        announced = max(announced, i + 1)
+        if i >= DLRM_WARM - 1 and (i - DLRM_WARM + 1) % DLRM_ROUND == 0:
+            marks.append(torch.cuda.Event(enable_timing=True))
+            marks[-1].record()
+    trainer.settle()
+    _wait()
+    print("   ", trainer.cuda_graph, tier_counts(trainer.module).get("tiers"))
+    return np.array([one.elapsed_time(other) for one, other in pairwise(marks)]) / DLRM_ROUND
+
+
+def measure_dlrm() -> None:
+    """Record DLRM's step with 10% of the rows on the GPU, and its speed beside that with all of them."""
+    whole, rounds = float(np.median(dlrm_step(None))), dlrm_step(0.1)
+    low, cached, high = (float(value) for value in np.percentile(rounds, [20, 50, 80]))
+    shape = {"batch": DLRM_ROWS, "rows": sum(min(one, CAP) for one in CRITEO), "dim": DLRM_DIM, "cache": 0.1}
+    case = f"one-hot DLRM, SGD, bf16, power law {DLRM_LAW}"
+    record(bench="tiers_gpu", case=case, metric="step in a CUDA graph", value=cached, unit="ms", spread=(low, high),
+           better="lower", peer="all rows on the device", peer_value=whole, shape=shape)  # fmt: skip
+    record(bench="tiers_gpu", case=case, metric="speed, of all rows on the device", value=round(whole / cached, 3),
+           unit="x", better="higher", goal=0.9, shape=shape)  # fmt: skip
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="Measure a GPU's cache over host memory.")
     parser.add_argument("--small", action="store_true", help="small sizes: shows that it runs, keeps no figures")
+    parser.add_argument("--only", default="", choices=["", "dlrm"], help="dlrm: the training step alone")
     arguments = parser.parse_args()
     if DEVICE == "cpu" and not arguments.small:
         print("no GPU here: nothing measured")
         return 0
     large, medium = (20_000, 10_000) if arguments.small else (6_000_000, 2_000_000)
+    if arguments.only in ("", "dlrm") and DEVICE == "cuda":
+        measure_dlrm()
+    if arguments.only == "dlrm":
+        return 0
     measure("SGD", large, SGD(), "power law 1.05", 2.2, 8.6)
     measure("Adam", medium, Adam(), "power law 1.05", 7.0, 21.4)
     measure("SGD, spread ids", large, SGD(), "power law 1.05, spread", None, None)

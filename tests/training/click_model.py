@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from viviane.batch import Batch
 from viviane.config import AdaGrad, Adam, Solver
 from viviane.data import Dataset, write_dataset
-from viviane.embedding import EmbeddingCollection, FeatureConfig, TableConfig
+from viviane.embedding import CacheSettings, EmbeddingCollection, FeatureConfig, TableConfig
 from viviane.schema import Schema
 from viviane.training import Trainer
 
@@ -52,7 +52,7 @@ def make_batch(num_rows: int = 16, seed: int = 0, **changed: object) -> Batch:
 
 
 class ClickModel(nn.Module):
-    def __init__(self, seed: int = 0, hidden: int = 8) -> None:
+    def __init__(self, seed: int = 0, hidden: int = 8, cache: CacheSettings | None = None, device: str = "cpu") -> None:
         super().__init__()
         tables = [
             TableConfig(name="user", num_rows=50, dim=4),
@@ -63,7 +63,7 @@ class ClickModel(nn.Module):
             FeatureConfig(name="item", table="item"),
             FeatureConfig(name="seen", table="item", combiner="mean"),
         ]
-        self.tables = EmbeddingCollection(tables, features, Adam(), seed=seed)
+        self.tables = EmbeddingCollection(tables, features, Adam(), seed=seed, device=device, cache=cache)
         generator_state = torch.get_rng_state()
         torch.manual_seed(seed)
         self.net = nn.Sequential(

@@ -20,7 +20,10 @@ class Rerun:
     """Runs what a graph would repeat."""
 
     def __init__(self, step, static, precision, status, control_block, input_done):
-        self.run = lambda: run_captured_step(step, static.batch, precision, status, None, control_block, input_done)
+        self.static = static
+        self.captured = lambda: run_captured_step(
+            step, static.batch, precision, status, None, control_block, input_done
+        )
         self.step, self.step_status, self.control_block = step, status, control_block
 
     def replay(self):
@@ -33,7 +36,8 @@ class Rerun:
             patch.setattr(dense, "is_capturing", lambda device: True)
             mover = self.step.optimizer.mover
             mover.device_numbers, mover.gate = self.step_status.controls.group, self.step_status.gate
-            self.run()
+            with self.static.looked_up():
+                self.captured()
         for group, count in zip(groups, counts, strict=True):
             group["step"] = count
 
@@ -75,7 +79,8 @@ class GraphCapture:
             return None, self.failure
         if self.step.mean is not None:
             self.step.mean.hold(self.step_status.controls.means)
-        static, status = StaticBatch(batch), self.step_status
+        outside = [p for one in self.step.collections.values() for p in one.parts() if p.resolves_before_replay]
+        static, status = StaticBatch(batch, outside), self.step_status
         control_block = HostControlBlock(CPU, status.controls.width, static.width, self.num_slots, status.count)
         input_done = Through(static) if self.step.mean is None else None
         rerun = Rerun(self.step, static, precision, status, control_block, input_done)

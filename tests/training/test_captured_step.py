@@ -76,7 +76,7 @@ def test_a_static_batch_takes_every_number_of_the_next():
     static = StaticBatch(first)
     places = [static.batch.labels, static.batch.dense, static.batch.one_hot, static.batch.bags["seen"].values]
     addresses = [one.data_ptr() for one in places]
-    static.fill(torch.tensor(static.words(second), dtype=torch.int64))
+    static.fill(torch.tensor(static.words(static.sources(second)), dtype=torch.int64))
     truth = [second.labels, second.dense, second.one_hot, second.bags["seen"].values]
     assert all(torch.equal(a, b) for a, b in zip(places, truth, strict=True))
     assert [one.data_ptr() for one in places] == addresses

@@ -18,7 +18,8 @@ from viviane.embedding.dynamic import DynamicTable
 from viviane.embedding.dynamic_config import AnyTable
 from viviane.embedding.output import EmbeddingOutput
 from viviane.embedding.state import TableState, TableSummary
-from viviane.embedding.table_storage import StorageLookup, TableStorage
+from viviane.embedding.static_lookup import Resolved
+from viviane.embedding.table_storage import TableStorage
 
 Handover: TypeAlias = Callable[[Tensor], None]
 """Takes the gradient (B, W) of a lookup."""
@@ -163,12 +164,29 @@ class LocalCollection(TableCollection):
         """Names of the tables that do not move."""
 
     @abstractmethod
-    def resolve(self, batch: AnyKeys, training: bool) -> tuple[int, list[StorageLookup], dict[str, Tensor]]:
+    def resolve(self, batch: AnyKeys, training: bool) -> Resolved:
         """Find the rows of a batch's keys.
 
         Returns:
             the number of rows of the batch, the lookups, and the masks of "concat" features.
         """
+
+    @property
+    @abstractmethod
+    def resolves_before_replay(self) -> bool:
+        """Whether the host begins the lookups of a captured step before its replay."""
+
+    @abstractmethod
+    def resolved_for_replay(self, batch: Batch) -> Resolved:
+        """Return a batch's lookups for a replay; the current stream waits for their rows."""
+
+    @abstractmethod
+    def provide(self, batch: Batch, found: Resolved) -> None:
+        """Let the next lookup of a batch be this one."""
+
+    @abstractmethod
+    def forget_ahead(self, batch: AnyKeys) -> None:
+        """Release a batch that was resolved ahead, if it was not looked up."""
 
     @abstractmethod
     def dynamic_table(self, table: str) -> DynamicTable:

@@ -22,12 +22,14 @@ from viviane.core.errors import ConfigError
 from viviane.embedding.cache_sizes import row_layout, slot_bytes_of
 from viviane.embedding.config import TableConfig
 from viviane.embedding.device_slot_cache import DeviceSlotCache
+from viviane.embedding.prepared import is_same_list
 from viviane.embedding.row_lease import RowLease
 from viviane.embedding.row_moves import PIECE_ROWS, SlotGroup, TableRows
 from viviane.embedding.slot_cache import HostSlotCache, PassMove, SlotCache
 from viviane.embedding.state import TableState
 from viviane.embedding.storage import ZERO_ROWS, RuleRange, Storage, check_content
 from viviane.embedding.tier_rows import TierRows, bytes_of
+from viviane.ops.capture import refuse_capture
 from viviane.ops.native.pages import advise_huge_pages
 from viviane.ops.row_update import Entries, Scratch, initial_state, norm_squared, sort_entries, state_shape
 from viviane.store import ArrayTier, FileTier, HostCacheTier, RowLayout, Tier, TierStats
@@ -104,6 +106,8 @@ class CachedStorage(Storage):
         groups = tuple(self._group(i) for i in range(len(self.rule_ranges)))
         self.cache = self._make_cache(regions, groups, streams, plan_on_device)
         self._norm_scratch = Scratch()
+        self._sorted: tuple[Tensor, tuple[Tensor, Tensor]] | None = None
+        """Slots that `prepare` has joined, and their order by row id."""
         for name in self.tables:
             self._fill(name)
 
@@ -166,6 +170,10 @@ class CachedStorage(Storage):
             CacheFullError: here or in the lease's `settle`: the rows of this batch and of those before it do not fit;
                 nothing has changed.
         """
+        refuse_capture(
+            self.weight.device, "giving rows of tables in tiers their slots",
+            fix="look up the keys of the batch itself, each feature once a step, or set cuda_graph=False",
+        )  # fmt: skip
         self._clock += 1
         guard = min(self._live, default=self._clock)
         found = self.cache.admit(rows.reshape(-1), self._clock, guard)
@@ -277,7 +285,13 @@ class CachedStorage(Storage):
         return ExitStack()
 
     def _sort_ahead(self, rows: Tensor) -> None:
-        """Leave it to the step, which sorts by row id, not by slot."""
+        """Sort entries by row id, as the step needs them; `rows` are slots."""
+        self._sorted = rows, self._order_of(rows)
+
+    def _order_of(self, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Return slots by rising row id, and the entry that each came from."""
+        _, order = sort_entries(self._row_ids(slots), self.key_null + ZERO_ROWS)
+        return slots[order.to(torch.int64)], order
 
     def _row_ids(self, slots: Tensor) -> Tensor:
         return self.cache.row_ids[slots.to(torch.int64)].to(slots.dtype)
@@ -286,8 +300,10 @@ class CachedStorage(Storage):
         """Return all entries that wait, on a GPU by rising row id: how it rounds a sum depends on that order."""
         if self._all is None and self.weight.is_cuda:
             entries = self._joined()
-            _, order = sort_entries(self._row_ids(entries.rows), self.key_null + ZERO_ROWS)
-            self._all = replace(entries, rows=entries.rows[order.to(torch.int64)], order=order)
+            prepared, ordered = self._sorted or (None, None)
+            is_same = prepared is not None and is_same_list(entries.rows, prepared)
+            slots, order = ordered if ordered and is_same else self._order_of(entries.rows)
+            self._all = replace(entries, rows=slots, order=order)
         return super()._entries()
 
     def norm_squared(self) -> Tensor:
@@ -304,6 +320,7 @@ class CachedStorage(Storage):
     def discard_gradients(self) -> None:
         """Drop the gradients that wait for a step, and let their rows go."""
         super().discard_gradients()
+        self._sorted = None
         for lease in self._leases:
             lease.end()
         self._leases.clear()
@@ -323,8 +340,10 @@ class CachedStorage(Storage):
 
     @property
     def capture_ineligible_reason(self) -> str | None:
-        """Always one: the host must run before a lookup."""
-        return f"table {next(iter(self.tiers or self.tables))!r} is in tiers: the host fetches its rows"
+        """Why no step can be captured: the host moves rows; None where the device does."""
+        if not self.cache.plans_on_host:
+            return None
+        return f"rows of table {next(iter(self.tiers or self.tables))!r} are in files: the host fetches them"
 
     def checkpoint_tensors(self, table: str) -> dict[str, Tensor]:
         """Return the shapes of what a checkpoint has of a table, on the meta device."""

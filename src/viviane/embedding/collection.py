@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +31,7 @@ from viviane.embedding.construction import by_name, checked_dtype, make_storages
 from viviane.embedding.dynamic import DynamicTable
 from viviane.embedding.dynamic_config import DynamicTableConfig
 from viviane.embedding.dynamic_storage import DynamicStorage
-from viviane.embedding.keys import Violations
+from viviane.embedding.keys import Violation, Violations
 from viviane.embedding.lookup import (
     Lookup,
     LookupPlan,
@@ -48,14 +48,12 @@ from viviane.embedding.lookup import (
 from viviane.embedding.operators import new_number
 from viviane.embedding.output import EmbeddingOutput
 from viviane.embedding.state import TableState, TableSummary, summarize
+from viviane.embedding.static_lookup import Resolved
 from viviane.embedding.storage import Storage
 from viviane.embedding.table_storage import StorageLookup, TableStorage, begin_updates, sent
 from viviane.store.slots import CacheFullError
 
 _MOST_UNCHECKED = 256  # lookups on a GPU whose range checks may wait unread
-
-Resolved: TypeAlias = tuple[int, list[StorageLookup], dict[str, Tensor]]
-"""Of a batch: its rows, what to look up, masks of "concat" features."""
 
 
 class EmbeddingCollection(LocalCollection):
@@ -123,7 +121,7 @@ class EmbeddingCollection(LocalCollection):
         self._memory = Buffers(checked_dtype(output_dtype))
         self._plans: dict[tuple[tuple[str, ...], torch.device], LookupPlan] = {}
         self._number = new_number(self)
-        self._ahead: dict[int, tuple[AnyKeys, Resolved]] = {}
+        self._ahead: dict[int, tuple[AnyKeys, Resolved, list[Violation]]] = {}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
@@ -250,11 +248,13 @@ class EmbeddingCollection(LocalCollection):
         """Take what was resolved ahead, or resolve now; then rows of batches whose turn comes later may have to go."""
         kept = self._ahead.pop(id(batch), None)
         if kept is not None:
+            _, found, violations = kept
             try:
-                settle(kept[1][1])
-                return kept[1]
+                settle(found[1])
+                self._violations.extend(violations)
+                return found
             except CacheFullError:  # rows of batches before it were in use when it was announced
-                del kept
+                del kept, found
         try:
             return self.resolve(batch, training)
         except CacheFullError:
@@ -286,16 +286,38 @@ class EmbeddingCollection(LocalCollection):
             fill the cache.
         """
         try:
-            if self.plans_on_host:
-                found = self._resolve_on_host(batch if host is None else host)
-            else:
-                if isinstance(batch, Batch):
-                    batch.wait()
-                found = self.resolve(batch, training=True, ahead=True)
-            self._ahead[id(batch)] = batch, found
+            with self._violations.apart() as violations:
+                if self.plans_on_host:
+                    found = self._resolve_on_host(batch if host is None else host)
+                else:
+                    if isinstance(batch, Batch):
+                        batch.wait()
+                    found = self.resolve(batch, training=True, ahead=True)
+            self._ahead[id(batch)] = batch, found, violations
         except (VivianeError, IndexError):
             return False
         return True
+
+    @property
+    def resolves_before_replay(self) -> bool:
+        """Whether the host begins the lookups of a captured step before its replay: they need rows of a cache."""
+        return any(one.in_tiers for one in self.all_storages())
+
+    def resolved_for_replay(self, batch: Batch) -> Resolved:
+        """Return a batch's lookups for a replay; the current stream waits for their rows.
+
+        What is wrong with their keys goes to the records that graphs read (`key_records`).
+        """
+        batch.wait()
+        with self._violations.apart() as violations:
+            found = self._resolved(batch, training=True)
+        self._violations.merge_into_lasting(violations)
+        arrive(found[1])
+        return found
+
+    def provide(self, batch: Batch, found: Resolved) -> None:
+        """Let the next lookup of a batch be this one."""
+        self._ahead[id(batch)] = batch, found, []
 
     @property
     def plans_on_host(self) -> bool:

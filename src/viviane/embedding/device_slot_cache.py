@@ -1,8 +1,9 @@
 """Slots planned by a GPU, whose kernels read and write the rows of tables in host memory.
 
-All of a batch's plan and moves is work of one stream, which runs beside the steps of earlier batches: it begins after
-the step that the caller queued last, and the lookup of the batch waits for it on the device. The host waits for
-nothing but the answer whether all rows got slots, when the batch is looked up.
+A batch's plan is work of one stream and its moves are work of another, both beside the steps of earlier batches and
+beside each other: the plan begins after the step that the caller queued last, and rows that it takes slots from are of
+no batch whose rows move. The lookup of the batch waits for its moves on the device. The host waits for nothing but the
+answer whether all rows got slots, when the batch is looked up.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import Tensor
 from viviane.embedding.row_lease import Admitted, RowLease
 from viviane.embedding.row_moves import PIECE_ROWS, SlotGroup
 from viviane.embedding.slot_cache import PassMove
-from viviane.ops.slot_table import HostRows, RowColumn, SlotRange, SlotTable
+from viviane.ops.slot_table import ALWAYS_USED, HostRows, RowColumn, SlotPlan, SlotRange, SlotTable
 from viviane.store import ArrayTier, TierStats
 from viviane.store.slots import CacheFullError, Region
 from viviane.store.streams import Moment, TransferStreams
@@ -54,6 +55,8 @@ class DeviceSlotCache:
         self._regions, self._groups, self._tiers, self._streams = list(regions), groups, tiers, streams
         self._hosts = [_host_rows(self._regions, group, tiers) for group in groups]
         columns = [part for group in groups for part in group.columns.values()]
+        self._moves: list[Moment] = []
+        """When the rows of the last two plans have moved."""
         for one in (*self.table.tensors(), *(part for host in self._hosts for part in host.tensors()), *columns):
             streams.share(one)
 
@@ -61,30 +64,38 @@ class DeviceSlotCache:
         """Give the rows of a batch slots; see `SlotCache`."""
         there = rows.to(self._streams.device).contiguous()
         slots = torch.empty_like(there)
-        report, moment = self._issue(there, slots, stamp, guard)
         streams, regions = self._streams, self._regions
+        report = streams.host_memory(8 * self.table.report_size).view(torch.int64)
+        planned, moved = self._issue(there, slots, stamp, guard, report)
 
         def settle() -> None:
-            moment.wait()
+            planned.wait()
             if not report[0]:
                 raise _full(regions, report.tolist())
 
-        return Admitted(slots, lambda: streams.compute_after(moment), settle)
+        return Admitted(slots, lambda: streams.compute_after(moved), settle)
 
-    def _issue(self, rows: Tensor, slots: Tensor, stamp: int, guard: int) -> tuple[Tensor, Moment]:
-        """Queue a batch's plan and moves; return what will be reported, and when."""
+    def _issue(self, rows: Tensor, slots: Tensor, stamp: int, guard: int, report: Tensor) -> tuple[Moment, Moment]:
+        """Queue a batch's plan, then its moves; return when the report is there, and when the rows are."""
         table, hosts, streams = self.table, self._hosts, self._streams
-        report = streams.host_memory(table.report.nbytes).view(torch.int64)
+        plans: list[SlotPlan] = []
 
-        def work() -> None:
-            plan = table.admit(rows, slots, stamp=stamp, guard=guard)
+        def plan() -> None:
+            plans.append(table.admit(rows, slots, stamp=stamp, guard=guard))
+            report.copy_(plans[0].report, non_blocking=True)
+
+        def move() -> None:
+            streams.share(plans[0].new_rows)
             for host in hosts:
-                table.swap(plan, host)
-            report.copy_(plan.report, non_blocking=True)
+                table.swap(plans[0], host)
 
-        streams.share(rows)
-        streams.share(slots)
-        return report, streams.issue("in", [streams.now()], work)
+        for one in (rows, slots):
+            streams.share(one)
+        # A plan's memory is that of the last but one, whose rows have moved before it begins.
+        planned = streams.issue("in", [streams.now(), *self._moves[:1]], plan)
+        moved = streams.issue("out", [planned], move)
+        self._moves = [*self._moves[-1:], moved]
+        return planned, moved
 
     def load(self, rows: NDArray[np.int64], stamp: int, guard: int) -> PassMove:
         """Give rows slots and wait for them; see `SlotCache`."""
@@ -108,6 +119,7 @@ class DeviceSlotCache:
         rows = torch.arange(region.num_rows, device=device)
         self.table.slot_of[region.first_row : region.first_row + region.num_rows] = (rows + first + 1).to(torch.int32)
         self.table.owner[first : first + region.num_slots] = rows + region.first_row
+        self.table.used[first : first + region.num_slots] = ALWAYS_USED
         for low in range(0, region.num_rows, PIECE_ROWS):
             keys = np.arange(low, min(low + PIECE_ROWS, region.num_rows))
             packed = group.layout.zeros(len(keys))

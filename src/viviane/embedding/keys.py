@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any
 
@@ -71,6 +72,8 @@ class Violation:
 
     record: Tensor
     origin: str
+    name: tuple[str, ...] = field(default=(), kw_only=True)
+    """Of the lasting record that takes it in."""
 
     @property
     def num_lookups(self) -> int:
@@ -179,6 +182,26 @@ class Violations(deque[Violation]):
         """Keep a violation whose record a graph continues writing."""
         self._lasting[*name, str(violation.record.device)] = violation
 
+    @contextmanager
+    def apart(self) -> Iterator[list[Violation]]:
+        """Give what is found in a block to a list: of a lookup whose batch comes later."""
+        before = list(self)
+        found: list[Violation] = []
+        self.clear()
+        try:
+            yield found
+        finally:
+            found += self
+            self.clear()
+            self.extend(before)
+
+    def merge_into_lasting(self, found: Sequence[Violation]) -> None:
+        """Let lasting records that are empty take the records of single batches, in the order of the current stream."""
+        for one in found:
+            words = self.words_for(one.name, one.record.device)[:3]
+            torch.where(words[:1] != 0, words, one.record, out=words)
+            self.keep(one.name, replace(one, record=words, origin=_REPLAYED))
+
     def lasting_records(self) -> list[Tensor]:
         """Return the records that graphs write."""
         return [one.record for one in self._lasting.values()]
@@ -225,7 +248,7 @@ def report(violation: Violation, violations: Violations, name: tuple[str, ...]) 
         return
     words = violations.words_for(name, device)
     if not is_capturing(device):
-        violations.append(violation)
+        violations.append(replace(violation, name=name))
         return
     record = words[:3]
     if violation.record.data_ptr() != words.data_ptr():

@@ -69,7 +69,7 @@ class Prepared:
         for one, part in zip(waiting, self.parts, strict=True):
             own = self.sources[start : start + part.rows.numel()]
             is_one = one.gradients is waiting[0].gradients
-            if not is_one or not _same(one.rows, part.rows) or not _same(one.sources, own):
+            if not is_one or not is_same_list(one.rows, part.rows) or not is_same_list(one.sources, own):
                 return None
             start += len(own)
         aligned = min(one.aligned for one in waiting)
@@ -118,6 +118,6 @@ def _sources(parts: Sequence[StorageLookup], count: int, size: int, apart: int) 
     return sources
 
 
-def _same(one: Tensor | None, other: Tensor) -> bool:
-    """Whether two lists are one in memory."""
+def is_same_list(one: Tensor | None, other: Tensor) -> bool:
+    """Whether two lists are one in memory, which both keep."""
     return one is not None and one.data_ptr() == other.data_ptr() and one.numel() == other.numel()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from viviane.ops.dispatch import use_implementation
-from viviane.ops.slot_table import HALF_LIFE, HEAT, HostRows, RowColumn, SlotRange, SlotTable
+from viviane.ops.slot_table import ALWAYS_USED, HALF_LIFE, HEAT, HostRows, RowColumn, SlotRange, SlotTable
 from viviane.ops.slot_table.reference import cooled
 
 RANGES = [SlotRange(0, 3000, 0, 300), SlotRange(3000, 50, 300, 50), SlotRange(3050, 35_000, 350, 5000)]
@@ -42,6 +42,7 @@ class Model:
         whole = RANGES[WHOLE]
         self.table.slot_of[whole.first_row : whole.first_row + 50] = torch.arange(301, 351, dtype=torch.int32)
         self.table.owner[300:350] = torch.arange(3000, 3050)
+        self.table.used[300:350] = ALWAYS_USED
 
     def step(self, rows: torch.Tensor, stamp: int, guard: int, changed: torch.Tensor) -> tuple[list[int], torch.Tensor]:
         rows = rows.to(self.device)
@@ -125,12 +126,42 @@ def test_rows_keep_what_was_added_to_them_wherever_they_are(device: torch.device
             assert torch.equal(model.memory[t][place].cpu()[:11], start[:11] + amount)
 
 
+@pytest.mark.parametrize("implementation", ["gpu", "reference"])
+def test_a_batch_may_be_planned_before_the_rows_of_the_last_one_have_moved(
+    device: torch.device, implementation: str
+) -> None:
+    models = [Model(device, implementation) for _ in range(2)]
+    rng = torch.Generator().manual_seed(3)
+    batches = [draw(rng, 60, torch.int32).to(device) for _ in range(8)]
+    for late, model in zip((False, True), models, strict=True):
+        waiting = []
+        with use_implementation(implementation):
+            for stamp, rows in enumerate(batches, 1):
+                slots = torch.empty_like(rows)
+                plan = model.table.admit(rows, slots, stamp=stamp, guard=max(1, stamp - 1))
+                waiting.append((plan, slots, stamp))
+                while len(waiting) > int(late):
+                    moved, places, number = waiting.pop(0)
+                    model.table.swap(moved, model.host)
+                    model.table.mark_dirty(places)
+                    for one in model.columns.values():
+                        one[places.long()] += number
+            if waiting:
+                model.table.swap(waiting[0][0], model.host)
+                for one in model.columns.values():
+                    one[waiting[0][1].long()] += waiting[0][2]
+                model.table.mark_dirty(waiting[0][1])
+    truth, found = (model.state() for model in models)
+    assert all(torch.equal(one, found[name]) for name, one in truth.items())
+    assert found["moved"][1] > 0
+
+
 def test_a_batch_that_does_not_fit_changes_nothing(device: torch.device) -> None:
     model = Model(device, "gpu")
     model.step(torch.arange(200), 1, 1, torch.arange(200))
     before = model.state()
     report, _ = model.step(torch.arange(150, 400), 2, 1, torch.arange(0))
-    assert report == [0, 200, 200, 0, 0, 200, 0, 0]
+    assert report == [0, 200, 200, 0, 0, 200, 50, 0]
     after = model.state()
     changes = {"used", "heat", "counts"}  # the batch did ask for rows that were there
     assert all(torch.equal(one, before[name]) for name, one in after.items() if name not in changes)

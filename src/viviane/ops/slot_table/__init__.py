@@ -23,6 +23,7 @@ from torch import Tensor
 from viviane.ops.dispatch import kernels_serve, load
 
 __all__ = [
+    "ALWAYS_USED",
     "FREE",
     "HALF_LIFE",
     "HEAT",
@@ -43,6 +44,8 @@ HEAT: Final = 512
 """What a batch that uses a row adds to the heat of its slot, which a half-life without use halves."""
 HALF_LIFE: Final = 512
 """In batches. A row that every batch uses comes to 740 times `HEAT`, which 32 bits hold."""
+ALWAYS_USED: Final = 2**31 - 1
+"""In place of the stamp of a slot's last use, where its row stays."""
 _ROWS_OF_BLOCK: Final = 32_768
 _SLOTS_OF_BLOCK: Final = 4096
 _PART_WORDS: Final = 512
@@ -65,7 +68,7 @@ class SlotRange:
 
 @dataclass(frozen=True)
 class SlotPlan:
-    """What a batch changes; valid until the next `admit` of the same table.
+    """What a batch changes; valid until the next but one `admit` of the same table.
 
     Args:
         new_rows, new_slots: (C,), of which the first M are set: rows that got slots, rising, and these.
@@ -144,10 +147,19 @@ class HostRows:
         return [self.addresses, self.parts, self.moved]
 
 
+@dataclass
+class _PlanBuffers:
+    """Memory of a plan: rows and addresses of the batch, where tables begin, the report."""
+
+    room: Tensor
+    starts: Tensor
+    report: Tensor
+
+
 class SlotTable:
     """The slots of several tables and what they hold; all of it lies on one device, and calls follow one another there.
 
-    Memory: 4.25 bytes for each row of the tables, 18 bytes for each slot, and 48 bytes for each entry of a batch.
+    Memory: 4.25 bytes for each row of the tables, 18 bytes for each slot, and 96 bytes for each entry of a batch.
 
     Args:
         ranges: the tables.
@@ -157,7 +169,7 @@ class SlotTable:
     Attributes:
         slot_of: (R + pinned,), int32: of each row its slot + 1, or 0.
         owner: (S + pinned,), int64: of each slot its row, or -1.
-        used: (S + pinned,), int32: the stamp of the last batch that used a slot.
+        used: (S + pinned,), int32: the stamp of the last batch that used a slot, or `ALWAYS_USED`.
         heat: (S + pinned,), int32: how often, and how lately, batches used it.
         dirty: (S + pinned,), uint8: whether a row was changed since it was read.
         counts: (2,), int64: entries that were looked up, and those whose row had no slot.
@@ -183,22 +195,28 @@ class SlotTable:
         self.owner = torch.full((every,), -1, dtype=torch.int64, device=device)
         self.owner[self.num_slots :] = torch.arange(self.num_rows, self.num_rows + pinned)
         self.used = torch.zeros(every, dtype=torch.int32, device=device)
+        self.used[self.num_slots :] = ALWAYS_USED
         self.heat = torch.zeros_like(self.used)
         self.dirty = torch.zeros(every, dtype=torch.uint8, device=device)
         self.counts = torch.zeros(2, dtype=torch.int64, device=device)
-        self.report = torch.zeros(2 + 2 * len(self.ranges), dtype=torch.int64, device=device)
-        self.starts = torch.zeros(len(self.ranges) + 1, dtype=torch.int64, device=device)
+        self.report_size = 2 + 2 * len(self.ranges)
         self.row_blocks, self.first_row_blocks = _blocks([(r.first_row, r.num_rows) for r in ranges], _ROWS_OF_BLOCK)
         self.slot_blocks, self.first_slot_blocks = _blocks(
             [(r.first_slot, r.num_slots) for r in ranges], _SLOTS_OF_BLOCK
         )
         self.scratch: Any = None
         """What kernels keep between calls."""
-        self._room = torch.empty(0, dtype=torch.int64, device=device)
+        tables = len(self.ranges)
+        none = torch.empty(0, dtype=torch.int64, device=device)
+        self._buffers = [
+            _PlanBuffers(none, torch.zeros(tables + 1, dtype=torch.int64, device=device),
+                         torch.zeros(self.report_size, dtype=torch.int64, device=device)) for _ in range(2)
+        ]  # fmt: skip
 
     def tensors(self) -> list[Tensor]:
         """Return what lies on the device."""
-        return [self.slot_of, self.owner, self.used, self.heat, self.dirty, self.counts, self.report, self.starts]
+        own = [part for one in self._buffers for part in (one.starts, one.report)]
+        return [self.slot_of, self.owner, self.used, self.heat, self.dirty, self.counts, *own]
 
     def admit(self, rows: Tensor, slots: Tensor, *, stamp: int, guard: int) -> SlotPlan:
         """Give the rows of a batch slots.
@@ -210,11 +228,13 @@ class SlotTable:
             guard: slots used with this stamp or a later one are in use.
         """
         capacity = min(len(rows), self.num_slots)
-        if len(self._room) < 6 * capacity:
-            self._room = torch.empty(6 * capacity, dtype=torch.int64, device=self.device)
-        new_rows, new_slots, old_rows, sources, targets, last = self._room[: 6 * capacity].view(6, capacity)
+        self._buffers.reverse()  # the plan before this one may still move rows
+        own = self._buffers[0]
+        if len(own.room) < 6 * capacity:
+            own.room = torch.empty(6 * capacity, dtype=torch.int64, device=self.device)
+        new_rows, new_slots, old_rows, sources, targets, last = own.room[: 6 * capacity].view(6, capacity)
         is_dirty = last.view(torch.uint8)[:capacity]
-        plan = SlotPlan(new_rows, new_slots, old_rows, is_dirty, sources, targets, self.starts, self.report)
+        plan = SlotPlan(new_rows, new_slots, old_rows, is_dirty, sources, targets, own.starts, own.report)
         self._kernels().admit(self, rows, slots, stamp, guard, plan)
         return plan
 
@@ -222,7 +242,7 @@ class SlotTable:
         """Write changed rows that lost their slots to host memory, and read those that got them.
 
         Args:
-            plan: of the last `admit`.
+            plan: of the last `admit`, or of the one before.
             host: some of the tables.
         """
         if host.row_words:

@@ -16,9 +16,14 @@ _ENTRIES: Final = 1024
 _WORDS: Final = 1024
 """Words of a block of rows: 32 rows each."""
 _SLOTS: Final = 4096
-_PROGRAMS: Final = 24
-"""That keep a link to the host's memory at work; with more, rows that lie far apart move more slowly."""
-_WORDS_AT_ONCE: Final = 2048
+_PROGRAMS: Final = 8
+"""That keep a link to the host's memory at work."""
+_FEW_PROGRAMS: Final = 4
+_FEW_BYTES: Final = 96_000_000
+"""Up to so many bytes move by few programs. Each holds a multiprocessor that the products of a step wait for, and where
+rows lie far apart in host memory, more are not faster: neighbours meet other translations of addresses then."""
+_WARPS: Final = 16
+_WORDS_AT_ONCE: Final = 8192
 """That a program has on their way to the device, and as many on their way back."""
 
 
@@ -98,7 +103,8 @@ def _choose(table: SlotTable, own: _Scratch, stamp: int, guard: int, plan: SlotP
     kernels.count_slots_kernel[(num_blocks,)](
         own.slot_blocks, own.classes, own.limits, own.slot_counts, num_blocks, **shape
     )
-    torch.cumsum(own.slot_counts, 1, dtype=torch.int32, out=own.slot_stops)
+    for counts, stops in zip(own.slot_counts, own.slot_stops, strict=True):  # one of both rows takes ten times as long
+        torch.cumsum(counts, 0, dtype=torch.int32, out=stops)
     kernels.take_slots_kernel[(num_blocks,)](
         own.slot_blocks, own.first_slot_blocks, table.owner, own.classes, own.limits, own.slot_stops, plan.starts,
         plan.report, own.first_rows, own.first_bits, own.leaving, plan.new_slots, plan.old_rows, num_blocks, **shape,
@@ -124,10 +130,12 @@ def swap(table: SlotTable, plan: SlotPlan, host: HostRows) -> None:
             block=_ENTRIES, num_warps=4,
         )  # fmt: skip
         width = triton.next_power_of_2(host.widest)
-        kernels.swap_kernel[(_PROGRAMS if plan.new_rows.is_cuda else 2,)](
+        few_rows = (_FEW_BYTES if plan.new_rows.is_cuda else 4_000) // (4 * host.row_words)
+        many, few = (_PROGRAMS, _FEW_PROGRAMS) if plan.new_rows.is_cuda else (3, 2)
+        kernels.swap_kernel[(many,)](
             plan.new_slots, plan.sources, plan.targets, plan.starts, plan.report, host.parts, host.first_table,
-            host.last_table, host.first_slot, len(host.parts), aligned=host.aligned, width=width,
-            block=max(1, _WORDS_AT_ONCE // width), num_warps=4,
+            host.last_table, host.first_slot, len(host.parts), few_rows, few=few, aligned=host.aligned, width=width,
+            block=max(1, _WORDS_AT_ONCE // width), num_warps=_WARPS,
         )  # fmt: skip
 
 

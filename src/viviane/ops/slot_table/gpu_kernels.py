@@ -25,7 +25,7 @@ def _set_bit(words, bit, mask):
 @triton.jit
 def _cooled(heat, age, half_life: tl.constexpr):
     """Return heat after a number of batches: halved each half-life, in a line between."""
-    halvings = tl.minimum(age // half_life, 31)
+    halvings = tl.maximum(tl.minimum(age // half_life, 31), 0)
     return ((heat >> halvings) * (2 * half_life - age % half_life)) // (2 * half_life)
 
 
@@ -218,13 +218,16 @@ def list_rows_kernel(
     if with_slots:
         place += tl.load(shifts + tl.load(blocks + b * 3))
     row = tl.load(blocks + b * 3 + 1) + tl.arange(0, block).to(tl.int64) * 32
-    for bit in range(32):
-        is_set = ((word >> bit) & 1) > 0
-        tl.store(listed + place, row + bit, mask=is_set)
+    for _ in range(tl.max(ones, 0)):  # the lowest bit of each word that is left
+        is_set = word != 0
+        lowest = word & (~word + 1)
+        own = row + _ones(lowest - 1)
+        tl.store(listed + place, own, mask=is_set)
         if with_slots:
-            slot = tl.load(slot_of + row + bit, mask=is_set, other=1) - 1
+            slot = tl.load(slot_of + own, mask=is_set, other=1) - 1
             tl.store(slots + place, slot.to(tl.int64), mask=is_set)
         place += is_set.to(tl.int64)
+        word ^= lowest
 
 
 @triton.jit(do_not_specialize=["stamp"])
@@ -287,10 +290,10 @@ def address_kernel(
         tl.atomic_add(moved + 1, tl.sum(writes.to(tl.int64), 0), sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["first_table", "last_table", "first_slot", "num_parts"])
+@triton.jit(do_not_specialize=["first_table", "last_table", "first_slot", "num_parts", "few_rows"])
 def swap_kernel(
-    new_slots, sources, targets, starts, report, parts, first_table, last_table, first_slot, num_parts,
-    aligned: tl.constexpr, width: tl.constexpr, block: tl.constexpr,
+    new_slots, sources, targets, starts, report, parts, first_table, last_table, first_slot, num_parts, few_rows,
+    few: tl.constexpr, aligned: tl.constexpr, width: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
     """Move rows between slots and host memory, both ways at once and in the order of their addresses.
 
@@ -300,12 +303,18 @@ def swap_kernel(
         sources, targets: what `address_kernel` wrote.
         parts: (C, 4): of each part of a column its address, how far apart its rows lie, its offset in a row of host
             memory, and its width, in words.
+        few_rows: up to so many are moved by the first `few` programs alone.
     """
     start, stop = tl.load(starts + first_table), tl.load(starts + last_table)
     if tl.load(report) == 0:
         stop = start
+    programs = tl.num_programs(0)
+    if stop - start <= few_rows:
+        programs = few
+        if tl.program_id(0) >= few:
+            stop = start
     w = tl.arange(0, width)[None, :]
-    for at in range(start + tl.program_id(0) * block, stop, tl.num_programs(0) * block):
+    for at in range(start + tl.program_id(0) * block, stop, programs * block):
         i = at + tl.arange(0, block)
         here = i < stop
         source, target = tl.load(sources + i, mask=here, other=0), tl.load(targets + i, mask=here, other=0)

@@ -44,7 +44,7 @@ def admit(table: SlotTable, rows: Tensor, slots: Tensor, stamp: int, guard: int,
 
 def cooled(heat: Tensor, age: Tensor) -> Tensor:
     """Return heat after a number of batches: halved each half-life, in a line between."""
-    return (heat >> (age // HALF_LIFE).clamp(max=31)) * (2 * HALF_LIFE - age % HALF_LIFE) // (2 * HALF_LIFE)
+    return (heat >> (age // HALF_LIFE).clamp(0, 31)) * (2 * HALF_LIFE - age % HALF_LIFE) // (2 * HALF_LIFE)
 
 
 def _ages(table: SlotTable, part: SlotRange, stamp: int, guard: int) -> Tensor:

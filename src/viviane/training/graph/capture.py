@@ -13,6 +13,7 @@ from torch import Tensor
 from viviane.batch import Batch
 from viviane.core.errors import ConfigError
 from viviane.core.logging import get_logger
+from viviane.embedding.base import LocalCollection
 from viviane.ops.capture import URGENT, forget_branches
 from viviane.ops.dense_update import Workspace
 from viviane.optim.dense import DenseMover
@@ -120,7 +121,7 @@ class GraphCapture:
         self, batch: Batch, precision: Precision, workspace: Workspace, kept: list[Tensor]
     ) -> tuple[CapturedGraph | None, Exception | None]:
         own = self.step
-        static, status = StaticBatch(batch), self.step_status
+        static, status = StaticBatch(batch, self._resolved_outside()), self.step_status
         control_block = HostControlBlock(own.device, status.controls.width, static.width, self._num_slots, status.count)
         graph, pools = torch.cuda.CUDAGraph(), [torch.cuda.graph_pool_handle() for _ in range(2)]
         sharded, first, input_done = self._sharded(), None, None
@@ -134,7 +135,7 @@ class GraphCapture:
         gc.collect()  # gradients held by a reference cycle would keep their memory from the graph
         try:
             # The outer context restores the current stream: torch's own does not if a capture fails.
-            with self._through_peers(), torch.cuda.stream(torch.cuda.current_stream(own.device)):
+            with self._through_peers(), static.looked_up(), torch.cuda.stream(torch.cuda.current_stream(own.device)):
                 if own.mean is None and self._separates_input:  # a mean of rows reads the batch after the update
                     # A module may look up other keys than the batch's, which may not be resolvable.
                     self._input_graph_is_unused = True
@@ -161,6 +162,11 @@ class GraphCapture:
                 for group, count in zip(own.optimizer.param_groups, counts, strict=True):
                     group["step"] = count
         return CapturedGraph(graph, static, loss, control_block, kept, first, input_done), None
+
+    def _resolved_outside(self) -> list[LocalCollection]:
+        """Return the collections whose lookups begin before a replay."""
+        every = self.step.collections.values()
+        return [part for one in every for part in one.parts() if part.resolves_before_replay]
 
     def _sharded(self) -> list[ShardedCollection]:
         return [one for one in self.step.collections.values() if isinstance(one, ShardedCollection)]

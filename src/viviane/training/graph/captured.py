@@ -31,7 +31,7 @@ from viviane.training.graph.capture_rules import ineligible_reason, is_short, sh
 from viviane.training.graph.captured_step import StepStatus
 from viviane.training.graph.overlap import OverlappedInput
 from viviane.training.graph.replay_counts import ReplayCounts
-from viviane.training.graph.static_batch import batch_shape
+from viviane.training.graph.static_batch import BatchSources, batch_shape
 from viviane.training.step.guard import FIX
 from viviane.training.step.precision import Precision
 from viviane.training.step.program import TrainStep
@@ -55,6 +55,7 @@ class _InFlight:
     step: int
     batch: Batch
     precision: Precision
+    sources: BatchSources
     done: torch.cuda.Event | None
 
 
@@ -159,15 +160,17 @@ class CapturedSteps(Replays):
         loss = torch.empty_like(found.loss)  # a copy: the next replay overwrites the graph's loss
         if own.sync is not None:
             own.sync.begin(batch)
+        sources = found.batch.sources(batch)
         with self._overlap.before(batch, found.input_done, current):
             rows = self._counts.start(rate, factor, step_status.controls.num_rows)
             numbers = step_status.controls.pack(rows, step_status.num_skipped)
-            found.control_block.write(step_status.number, loss.data_ptr(), numbers, found.batch.words(batch))
+            found.control_block.write(step_status.number, loss.data_ptr(), numbers, found.batch.words(sources))
             if found.first is not None:
                 found.first.replay()
         found.graph.replay()
+        sources.release()
         number, done = step_status.number, step_status.end(current)
-        self._in_flight.append(_InFlight(number, step, batch, precision, done))
+        self._in_flight.append(_InFlight(number, step, batch, precision, sources, done))
         if own.sync is not None:
             own.sync.expect_signals(step_status.signal(number), done)
         self.num_replays += 1

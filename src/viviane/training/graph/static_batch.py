@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from dataclasses import replace
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from viviane.batch import Bag, Batch
+from viviane.embedding.base import LocalCollection
+from viviane.embedding.static_lookup import Resolved, end_leases, static_copy, tensors_of
 from viviane.ops.copies import Refill
 
 
@@ -32,21 +35,42 @@ def batch_shape(batch: Batch) -> Hashable:
     return batch.layout, *plain, bags, _type(batch.weight)
 
 
+@dataclass
+class BatchSources:
+    """The tensors of a batch that `StaticBatch.fill` reads; they must live until it has run.
+
+    Args:
+        tensors: in the order of the static ones.
+        lookups: found before the replay, whose rows stay in memory until `release`.
+    """
+
+    tensors: list[Tensor | None]
+    lookups: list[Resolved]
+
+    def release(self) -> None:
+        """Let the rows of the lookups go once the replay is queued."""
+        for one in self.lookups:
+            end_leases(one)
+
+
 class StaticBatch:
     """Tensors that a graph reads, filled from one batch after another.
 
     Args:
         like: a batch on the device; its values are copied.
+        collections: whose lookups are found before each replay, and are filled in, too.
     """
 
-    def __init__(self, like: Batch) -> None:
+    def __init__(self, like: Batch, collections: Sequence[LocalCollection] = ()) -> None:
         bags = {name: _clone(bag) for name, bag in like.bags.items()}
         weight = None if like.weight is None else like.weight.clone()
         self.batch = replace(
             like, labels=_dense(like.labels), dense=_dense(like.dense), one_hot=_dense(like.one_hot), bags=bags,
             weight=weight, origin="",
         )  # fmt: skip
-        every = _tensors(self.batch)
+        self._collections = list(collections)
+        self._lookups = [static_copy(one.resolved_for_replay(like)) for one in self._collections]
+        every = [*_tensors(self.batch), *(part for one in self._lookups for part in tensors_of(one))]
         self._places = [i for i, one in enumerate(every) if one is not None and one.numel()]
         self._refill = Refill(self._with_numbers(every))
 
@@ -55,9 +79,29 @@ class StaticBatch:
         """Number of words that `fill` reads."""
         return self._refill.width
 
-    def words(self, batch: Batch) -> list[int]:
-        """Return the words that `fill` reads, for a batch of the same shape; see `viviane.ops.copies.Refill`."""
-        return self._refill.words(self._with_numbers(_tensors(batch)))
+    def sources(self, batch: Batch) -> BatchSources:
+        """Return what `fill` is to read for a batch of the same shape, with its lookups.
+
+        Raises:
+            CacheFullError: the rows of the batch do not fit into the cache of their table.
+        """
+        lookups = [one.resolved_for_replay(batch) for one in self._collections]
+        return BatchSources([*_tensors(batch), *(part for one in lookups for part in tensors_of(one))], lookups)
+
+    def words(self, sources: BatchSources) -> list[int]:
+        """Return the words that `fill` reads; see `viviane.ops.copies.Refill`."""
+        return self._refill.words(self._with_numbers(sources.tensors))
+
+    @contextmanager
+    def looked_up(self) -> Iterator[None]:
+        """Let a block that looks up the static batch, which is captured, use the static lookups."""
+        for collection, found in zip(self._collections, self._lookups, strict=True):
+            collection.provide(self.batch, found)
+        try:
+            yield
+        finally:
+            for collection in self._collections:
+                collection.forget_ahead(self.batch)
 
     def fill(self, words: Tensor) -> None:
         """Copy the batch described by these words, on the device."""
