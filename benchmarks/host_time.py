@@ -9,7 +9,8 @@ PyTorch with `nn.Embedding` and `torch.optim.Adam(foreach=True)`.
 
 *Outside kernels* is the time of a step minus the time of its kernel calls alone: the operators that torch's dispatcher
 runs in the step, forward, backward and update, called again with the same arguments from a loop, and the calls of Numba
-kernels, timed one by one. What remains is Python, autograd's graph and the argument checks of operations.
+kernels, timed one by one. What remains is Python, autograd's graph and the argument checks of operations. To list a
+step's operators the benchmark observes one step, which therefore runs eagerly; a replayed step runs the same ones.
 """
 
 from __future__ import annotations

@@ -106,7 +106,8 @@ class Solver(Settings):
     """CPU threads for torch; None: torch's default."""
     cuda_graph: bool | Literal["auto"] = "auto"
     """Capture the complete training step in a CUDA graph and replay it: "auto" does so on a GPU after a few batches of
-    one shape, if the step can be captured; True raises an error if it cannot; False never captures."""
+    one shape, if the step can be captured; True raises an error if it cannot; False never captures. On a CPU,
+    False also keeps small steps from being recorded and replayed, which does not change results."""
 
     embedding_memory: int | str | dict[str, int | str] | None = None
     """Memory for embedding tables with their optimizer state, per process, of the GPU if training runs on one: bytes,

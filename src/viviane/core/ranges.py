@@ -31,6 +31,11 @@ def recording() -> Iterator[None]:
         _Switch.on = before
 
 
+def are_recorded() -> bool:
+    """Whether ranges are recorded now."""
+    return _Switch.on
+
+
 def time_range(name: str) -> AbstractContextManager[object]:
     """Return a context that an active profiler records under this name.
 

@@ -231,13 +231,19 @@ class EmbeddingCollection(LocalCollection):
         """
         if self.gradient_watch is not None or torch.compiler.is_compiling():
             return super().look_up_apart(batch)  # type: ignore[arg-type]  # forward takes more
-        size, parts, _ = self._resolved(batch, self.training)
+        flat, _, take = self.look_up_with_masks(batch)
+        return flat, take
+
+    @torch.no_grad()
+    def look_up_with_masks(self, batch: AnyKeys) -> tuple[Tensor, dict[str, Tensor], Handover | None]:
+        """Do what `look_up_apart` does, without a watch of gradients; return the masks of "concat" features as well."""
+        size, parts, masks = self._resolved(batch, self.training)
         arrive(parts)
         moves = any(part.tables for part in parts)
         if moves:
             prepare(parts, size, self._width)
         flat = gather(parts, size, self._width, self._output_memory(self.device)[0])
-        return flat, partial(hand_over, parts) if moves else None
+        return flat, masks, partial(hand_over, parts) if moves else None
 
     def all_rows(self, table: str) -> Tensor:
         """Return all rows of a table that is not dynamic, (num_rows, dim), as a lookup of every key would."""

@@ -37,6 +37,7 @@ from viviane.training.step.fixed_sizes import set_static_sizes
 from viviane.training.step.objective import LossFunction, LossTerm, Objective
 from viviane.training.step.precision import Precision, choose_precision
 from viviane.training.step.program import TrainStep
+from viviane.training.step.recorded_steps import RecordedSteps
 from viviane.training.step.replays import Replays
 from viviane.training.trackers import Tracker
 
@@ -161,6 +162,8 @@ class TrainerBase:
         self.objective.to(self.device)
         self.stepper = TrainStep(self.module, self.objective, solver, chosen, self.device, self.group)
         self.stepper.captured = replays_of(self.stepper)
+        if self.device.type == "cpu":
+            self.stepper.recorded = RecordedSteps(self.stepper)
         self.precision: Precision | None = None if solver.precision == "auto" else Precision(solver.precision)
         self.step = 0
         self.epoch = 0

@@ -84,6 +84,19 @@ def _cache_lock(folder: Path) -> Iterator[None]:
         lock.release()
 
 
+_noticed_by: dict[int, Callable[[], None]] = {}
+
+
+@contextmanager
+def noticing_kernels(notice: Callable[[], None]) -> Iterator[None]:
+    """Call a function before each kernel that this thread runs, until the block ends."""
+    _noticed_by[threading.get_ident()] = notice
+    try:
+        yield
+    finally:
+        del _noticed_by[threading.get_ident()]
+
+
 class Kernel:
     """A compiled kernel.
 
@@ -103,10 +116,14 @@ class Kernel:
 
     def call_at(self, call: int) -> None:
         """Run in this thread on operands that are in memory already: the address of `call`."""
+        if _noticed_by:
+            _notice()
         self._call(call)
 
     def __call__(self, operands: Sequence[int], *, tickets: int, threads: int) -> None:
         """Run until all tickets are taken, without the interpreter's lock."""
+        if _noticed_by:
+            _notice()
         call = (ctypes.c_int64 * (OPERANDS + len(operands)))(0, tickets, *operands)
         threads = min(threads, tickets)
         parallel = _torch_threads()
@@ -116,6 +133,12 @@ class Kernel:
             parallel(self._address, ctypes.addressof(call), threads, 0)
         else:
             run_on_numba_threads(self._address, ctypes.addressof(call), threads)
+
+
+def _notice() -> None:
+    notice = _noticed_by.get(threading.get_ident())
+    if notice is not None:
+        notice()
 
 
 def num_threads(work: int) -> int:

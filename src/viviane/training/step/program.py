@@ -18,6 +18,7 @@ from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from time import perf_counter
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -53,6 +54,14 @@ class StepExecutor(ABC):
     @abstractmethod
     def begin(self, batch: Batch) -> None:
         """Agree on the size of the global batch, and check the input or load the values of the step."""
+
+    def forward(self, step: TrainStep, batch: Batch, precision: Precision) -> Tensor:
+        """Return the local batch's share of the loss; see `TrainStep.forward`."""
+        return step.forward(batch, precision)
+
+    def backward(self, step: TrainStep, loss: Tensor) -> None:
+        """Compute gradients; see `TrainStep.backward`."""
+        step.backward(loss)
 
     @abstractmethod
     def check_loss(self, loss: Tensor, batch: Batch) -> None:
@@ -216,6 +225,14 @@ class Diagnosis(HostExecutor):
         self.state.roll_back()
 
 
+class ExecutorChoice(Protocol):
+    """Chooses the executors of steps on a CPU."""
+
+    def executor(self, batch: Batch, step: int, precision: Precision, lr: float | None) -> HostExecutor:
+        """Return the executor of the next step."""
+        ...
+
+
 class TrainStep(StepState):
     """Updates all weights of a module by one batch.
 
@@ -229,7 +246,12 @@ class TrainStep(StepState):
 
     Args:
         module, objective, solver, device, optimizer, group: see `StepState`.
+
+    Attributes:
+        recorded: chooses the executors of steps; None: all are `HostExecutor`s. The trainer sets it on a CPU.
     """
+
+    recorded: ExecutorChoice | None = None
 
     def __call__(self, batch: Batch, step: int, precision: Precision, lr: float | None = None) -> Tensor:
         """Train on one batch and return its loss, detached, on the device.
@@ -252,7 +274,11 @@ class TrainStep(StepState):
                 if loss is not None:
                     return loss
             batch.wait()
-            return self.run(batch, step, precision, HostExecutor(self, step, lr))
+            recorded = self.recorded
+            executor = (
+                HostExecutor(self, step, lr) if recorded is None else recorded.executor(batch, step, precision, lr)
+            )
+            return self.run(batch, step, precision, executor)
 
     def _replay(self, batch: Batch, step: int, precision: Precision, lr: float | None) -> Tensor | None:
         """Replay a captured step and return its loss; None: the step runs eagerly."""
@@ -273,9 +299,9 @@ class TrainStep(StepState):
             for hook in self.hooks:
                 hook.before_lookup(batch, step)
             with executor.watch:
-                loss = self.forward(batch, precision)
+                loss = executor.forward(self, batch, precision)
                 executor.check_loss(loss, batch)
-                self.backward(loss)
+                executor.backward(self, loss)
                 mean = self.reduce(loss)
             if not executor.check(loss, mean, batch):
                 executor.skip()
