@@ -39,6 +39,17 @@ def test_every_bit_is_that_of_tables_in_memory(streams: list[Any], rule: str, sh
     assert stats["memory"].hits > 0
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("rule", ["sgd", "adam", "row-wise adagrad"])
+def test_rows_of_16_bits(streams: list[Any], rule: str, dtype: str) -> None:
+    given = batches(12)
+    for dim in (3, 4):
+        truth, cached = (collection(share, RULES[rule], dtype, dim=dim) for share in (None, 0.2))
+        assert train(truth, given) == train(cached, given, ahead=2)
+        assert_equal(content(truth), content(cached))
+        assert storage_of(cached).cache.plans_on_host == (dim % 2 == 1)  # rows that are no whole words
+
+
 def test_a_batch_that_does_not_fit_names_the_size_and_changes_nothing(streams: list[Any]) -> None:
     emb = collection(0.05, SGD())
     train(emb, batches(3, size=4))

@@ -16,8 +16,10 @@ from viviane.embedding import CachedStorage, CacheSettings, EmbeddingCollection,
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
-def collection(share: float | None, optimizer: Any, host_memory: int | None = None) -> EmbeddingCollection:
-    tables = [TableConfig(name=name, num_rows=rows, dim=8) for name, rows in ROWS.items()]
+def collection(
+    share: float | None, optimizer: Any, host_memory: int | None = None, dtype: str = "float32", dim: int = 8
+) -> EmbeddingCollection:
+    tables = [TableConfig(name=name, num_rows=rows, dim=dim, dtype=dtype) for name, rows in ROWS.items()]
     features = [
         FeatureConfig(name="u", table="user"),
         FeatureConfig(name="i", table="item", combiner="mean"),
@@ -73,6 +75,23 @@ def test_every_bit_is_that_of_tables_on_the_gpu(
     [storage] = [one for one in cached.all_storages() if isinstance(one, CachedStorage)]
     assert storage.tier_stats()["host"].rows_written > 0
     assert storage.cache.plans_on_host == staged
+
+
+@pytest.mark.parametrize("dim", [7, 8, 128])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("rule", ["sgd", "adam", "row-wise adagrad"])
+@pytest.mark.parametrize("staged", [False, True])
+def test_rows_of_16_bits(monkeypatch: pytest.MonkeyPatch, staged: bool, rule: str, dtype: str, dim: int) -> None:
+    monkeypatch.setattr("viviane.store.streams.DeviceStreams.maps_memory", not staged)
+    given = batches(20)
+    truth, cached = (collection(share, RULES[rule], dtype=dtype, dim=dim) for share in (None, 0.3))
+    assert train(truth, given, 0, True) == train(cached, given, 3, True)
+    assert_equal(
+        {name: part.cpu() for name, part in content(truth).items()},
+        {name: part.cpu() for name, part in content(cached).items()},
+    )
+    [storage] = [one for one in cached.all_storages() if isinstance(one, CachedStorage)]
+    assert storage.cache.plans_on_host == (staged or dim == 7)
 
 
 def test_many_caches_one_after_another(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,10 +31,10 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def collection(
-    share: float | None, optimizer: Any, dtype: str = "float32", host_memory: int | None = None
+    share: float | None, optimizer: Any, dtype: str = "float32", host_memory: int | None = None, dim: int = 3
 ) -> EmbeddingCollection:
     tables = [
-        TableConfig(name=name, num_rows=rows, dim=3, dtype=dtype, padding_id=0 if name == "item" else None)
+        TableConfig(name=name, num_rows=rows, dim=dim, dtype=dtype, padding_id=0 if name == "item" else None)
         for name, rows in ROWS.items()
     ]
     features = [

@@ -59,7 +59,7 @@ class CachedStorage(Storage):
         make_tier: opens the tier of a table.
         streams: copy rows between host memory and the device; None: slots lie in host memory, where tiers reach them.
         plan_on_device: kernels of the device give rows slots and move them; all tiers are `ArrayTier`s whose memory
-            they reach.
+            they reach, and rows of 16 bits have an even number of columns.
 
     Raises:
         ConfigError: a table's optimizer moves rows that no batch has.
@@ -80,7 +80,7 @@ class CachedStorage(Storage):
         plan_on_device: bool = False,
     ) -> None:
         super().__init__(tables, optimizer, device, seed, room=num_slots)
-        self._check(device)
+        self._check()
         regions, first = [], 0
         for name, table in self.tables.items():
             regions.append(Region(name, first, table.num_rows, self.bases[name], self.room[name]))
@@ -120,7 +120,7 @@ class CachedStorage(Storage):
         tiers = {name: one for name, one in self.tiers.items() if isinstance(one, ArrayTier)}
         return DeviceSlotCache(regions, groups, tiers, ZERO_ROWS, streams)
 
-    def _check(self, device: torch.device) -> None:
+    def _check(self) -> None:
         for segment in self.rule_ranges:
             if getattr(segment.optimizer, "update", "local") == "global":
                 raise ConfigError(
@@ -128,9 +128,6 @@ class CachedStorage(Storage):
                     where=f"table {segment.tables[0]!r}", allowed="'local', 'lazy_global'",
                     fix="choose another update, or leave embedding_memory out",
                 )  # fmt: skip
-        if device.type == "cuda" and self.dtype != torch.float32:
-            raise ConfigError("a cache on a GPU holds rows of float32", value=str(self.dtype),
-                              fix="use dtype='float32', or train on the CPU")  # fmt: skip
 
     def _allocate(self, device: torch.device, seed: int) -> None:
         weight = torch.zeros(self.null_row + ZERO_ROWS, self.dim, dtype=self.dtype, device=device)

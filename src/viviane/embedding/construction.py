@@ -64,10 +64,11 @@ def _cached(
     streams = transfer_streams(device)
     tiered = [one for one in tables if slots[one.name] < one.num_rows]
     make_tier = file_tiers(folder) if streams is None else host_tiers(folder, host_rows)
-    on_device = streams is not None and streams.maps_memory and all(host_rows[t.name] >= t.num_rows for t in tiered)
-    if on_device:
-        assert streams is not None
-        make_tier = mapped_tiers(streams)
+    is_of_words = all(one.dim * one.torch_dtype.itemsize % 4 == 0 for one in tables)
+    on_device = False
+    if streams is not None and streams.maps_memory and is_of_words:
+        on_device = all(host_rows[one.name] >= one.num_rows for one in tiered)
+        make_tier = mapped_tiers(streams) if on_device else make_tier
     return CachedStorage(
         tables, optimizer, device, seed, num_slots=slots, make_tier=make_tier, streams=streams, plan_on_device=on_device
     )

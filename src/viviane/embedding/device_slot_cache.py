@@ -196,7 +196,9 @@ def _host_rows(regions: Sequence[Region], group: SlotGroup, tiers: dict[str, Arr
         torch.from_numpy(tiers[table.region.name].memory).view(torch.int32) if table.region.name in tiers else None
         for table in group.tables
     ]
-    columns = [RowColumn(part, group.layout.offsets[name] // 4) for name, part in group.columns.items()]
+    # Of an even number of columns of 16 bits two make a word.
+    words = {name: part if part.itemsize == 4 else part.view(torch.int32) for name, part in group.columns.items()}
+    columns = [RowColumn(part, group.layout.offsets[name] // 4) for name, part in words.items()]
     return HostRows(names.index(group.tables[0].region.name), memory, columns, group.first_slot)
 
 

@@ -364,3 +364,33 @@ def test_a_table_of_more_than_two_to_the_31_numbers(device):
     gpu.update_rows(weight, {}, Entries(rows, torch.ones(256, device=device)), SGD(), lr=1.0, step=1, scratch=Scratch())
     assert (weight[-1] == -2).all()
     assert (weight[0] == 0).all()
+
+
+@pytest.mark.parametrize("held", [False, True])
+@pytest.mark.parametrize("dim", [5, 128])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rows_in_slots_are_rounded_by_their_names(device, dtype, dim, held):
+    """A table whose rows lie in another order gets the bits that its rows get in place."""
+    count, first = 30, 1000
+    weight = torch.randn(count, dim, generator=random(1)).to(dtype)
+    order = torch.randperm(count, generator=random(2))
+    entries = make_entries(torch.device("cpu"), 20, 1, dim, weighted=False, seed=3)
+    rows = torch.randperm(count, generator=random(4))[:20].to(torch.int32)
+    slot_of = torch.empty(count, dtype=torch.int32)
+    slot_of[order] = torch.arange(count, dtype=torch.int32)
+    found = []
+    for slots, names in ((None, None), (slot_of, order + first)):
+        table = (weight if slots is None else weight[order]).clone().to(device)
+        own = rows if slots is None else slots[rows.long()]
+        given = replace(entries, rows=own.to(device), gradients=entries.gradients.to(device))
+        given = replace(given, sources=entries.sources.to(device))
+        lr, step = (torch.tensor(0.1, dtype=torch.float64, device=device), torch.tensor(3, device=device))
+        gpu.update_rows(
+            table, {}, given, SGD(), scratch=Scratch(), seed=11, lr=lr if held else 0.1, step=step if held else 3,
+            names=None if names is None else names.to(device), first_name=first,
+        )  # fmt: skip
+        found.append(table.cpu() if slots is None else table.cpu()[slots.long()])
+    assert torch.equal(*found)
+    moved = (found[0] != weight).any(1)
+    assert set(rows.tolist()) >= set(moved.nonzero().view(-1).tolist())
+    assert moved.sum() >= 19

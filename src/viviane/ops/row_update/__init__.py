@@ -129,8 +129,7 @@ def update_rows(
         seed: of stochastic rounding.
         scratch: kept from call to call; None makes its own.
         gate: 0-dim, int32, on the table's device; 0 leaves rows and state as they are, 1 does not.
-        names: (R,), int64: the row that stochastic rounding takes each row for, less `first_name`; None: itself. Of the
-            CPU and the reference alone.
+        names: (R,), int64: the row that stochastic rounding takes each row for, less `first_name`; None: itself.
         first_name: what is subtracted from names.
 
     Example:

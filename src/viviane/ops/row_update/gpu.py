@@ -268,9 +268,11 @@ def update_rows(
     seed: int | Tensor = 0,
     scratch: Scratch,
     gate: Tensor | None = None,
+    names: Tensor | None = None,
+    first_name: int = 0,
 ) -> None:
     """Sum the gradients of equal rows, and move rows and state in place."""
-    held = [part for part in (lr, step, seed, scale, gate) if isinstance(part, Tensor)]
+    held = [part for part in (lr, step, seed, scale, gate, names) if isinstance(part, Tensor)]
     _check(entries, weight, *held, *state.values())
     if not weight.numel():
         return
@@ -290,6 +292,7 @@ def update_rows(
         second=wide[1] if len(wide) > 1 else None,
         own=own[0] if own else None,
         touched=touched,
+        names=None if names is None else (names, first_name),
         scale=None if isinstance(scale, Tensor) or scale == 1 else float(scale),
         scale_at=scale if isinstance(scale, Tensor) else None,
         clip=rule.clip_row_norm,
@@ -315,6 +318,7 @@ class _Target:
     second: Tensor | None = None
     own: Tensor | None = None
     touched: Tensor | None = None
+    names: tuple[Tensor, int] | None = None
     scale: float | None = None
     scale_at: Tensor | None = None
     clip: float | None = None
@@ -340,10 +344,10 @@ def _take_spans(target: _Target, rows: Tensor, order: Tensor, entries: Entries) 
                 slot_sums = torch.empty(2 * spans, dim, dtype=torch.float32, device=rows.device)
             span_kernel[(spans,)](
                 rows, *parts, slot_rows, slot_sums, target.table, target.first, target.second, target.own,
-                target.touched, target.scale, target.scale_at, target.clip, target.decay, target.rule.numbers, count,
-                target.first_row, target.num_rows, target.dither, target.gate, **_fixed(target), aligned=aligned,
-                hint_gradients=hints.gradients, hint_rows=hints.rows, tile=shape.tile, span=shape.span,
-                one_by_one=one_by_one(dim, target.rule.sums_rows),
+                target.touched, target.names, target.scale, target.scale_at, target.clip, target.decay,
+                target.rule.numbers, count, target.first_row, target.num_rows, target.dither, target.gate,
+                **_fixed(target), aligned=aligned, hint_gradients=hints.gradients, hint_rows=hints.rows,
+                tile=shape.tile, span=shape.span, one_by_one=one_by_one(dim, target.rule.sums_rows),
                 num_warps=shape.warps, maxnreg=registers, enable_fp_fusion=False,
             )  # fmt: skip
             if slot_rows is None or slot_sums is None:
@@ -355,9 +359,9 @@ def _take_spans(target: _Target, rows: Tensor, order: Tensor, entries: Entries) 
             shape, aligned, hints = slot_shape(dim), _vector(dim), cache_hints(1.0)
         tile, warps = join_shape(dim)
         join_spans_kernel[(spans,)](
-            slot_rows, slot_sums, target.table, target.first, target.second, target.own, target.touched, target.scale,
-            target.scale_at, target.clip, target.decay, target.rule.numbers, spans, target.first_row, target.dither,
-            **_fixed(target), tile=tile, num_warps=warps, enable_fp_fusion=False,
+            slot_rows, slot_sums, target.table, target.first, target.second, target.own, target.touched, target.names,
+            target.scale, target.scale_at, target.clip, target.decay, target.rule.numbers, spans, target.first_row,
+            target.dither, **_fixed(target), tile=tile, num_warps=warps, enable_fp_fusion=False,
         )  # fmt: skip
 
 

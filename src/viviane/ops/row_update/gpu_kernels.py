@@ -69,8 +69,8 @@ def _store_slots(
 
 @triton.jit(do_not_specialize=["count", "first_row", "num_rows", "dither"])
 def span_kernel(
-    rows, order, sources, weights, gradients, slot_rows, slot_sums, table, first, second, own, touched, scale, scale_at,
-    clip, decay, numbers, count, first_row, num_rows, dither, gate, move: tl.constexpr, inside: tl.constexpr,
+    rows, order, sources, weights, gradients, slot_rows, slot_sums, table, first, second, own, touched, names, scale,
+    scale_at, clip, decay, numbers, count, first_row, num_rows, dither, gate, move: tl.constexpr, inside: tl.constexpr,
     held: tl.constexpr, dim: tl.constexpr, block: tl.constexpr, vector: tl.constexpr, aligned: tl.constexpr,
     hint_gradients: tl.constexpr, hint_rows: tl.constexpr, tile: tl.constexpr, span: tl.constexpr,
     one_by_one: tl.constexpr,
@@ -91,9 +91,9 @@ def span_kernel(
             stop = start
     if one_by_one:
         carry = take_one_by_one(
-            rows, order, sources, weights, gradients, slot_sums, table, first, second, own, touched, scale, scale_at,
-            clip, decay, numbers, count, first_row, num_rows, dither, p, start, stop, before, move, inside, dim, block,
-            vector, aligned, hint_gradients, hint_rows, tile,
+            rows, order, sources, weights, gradients, slot_sums, table, first, second, own, touched, names, scale,
+            scale_at, clip, decay, numbers, count, first_row, num_rows, dither, p, start, stop, before, move, inside,
+            dim, block, vector, aligned, hint_gradients, hint_rows, tile,
         )  # fmt: skip
         stop = start
     row, entry, source = _find_entries(rows, order, sources, start + lane, stop, dim, aligned)
@@ -120,8 +120,8 @@ def span_kernel(
             parts = w, one, two, per_row
             w, one, two, per_row = moved(move, inside, dim, g, parts, numbers, scale, scale_at, clip, decay)
             store_rows(
-                table, first, second, own, touched, w, one, two, per_row, place, cols, done, dim, vector, dither,
-                hint_rows,
+                table, first, second, own, touched, names, w, one, two, per_row, place, cols, done, dim, vector,
+                dither, hint_rows,
             )  # fmt: skip
         if slot_sums is not None:
             _store_came_in(slot_sums, g, came_in, p, cols, dim)
@@ -138,6 +138,7 @@ def join_spans_kernel(
     second,
     own,
     touched,
+    names,
     scale,
     scale_at,
     clip,
@@ -178,7 +179,9 @@ def join_spans_kernel(
         w, one, two, per_row = load_rows(table, first, second, own, place, cols, here, move, dim, block, vector, "")
         parts = w, one, two, per_row
         w, one, two, per_row = moved(move, inside, dim, g[None, :], parts, numbers, scale, scale_at, clip, decay)
-        store_rows(table, first, second, own, touched, w, one, two, per_row, place, cols, here, dim, vector, dither, "")
+        store_rows(
+            table, first, second, own, touched, names, w, one, two, per_row, place, cols, here, dim, vector, dither, ""
+        )
 
 
 @triton.jit(do_not_specialize=["num_rows", "dither"])
@@ -212,4 +215,4 @@ def rest_kernel(
     w, one, two, per_row = load_rows(table, first, second, own, row, cols, here, move, dim, block, vector, "")
     g = scaled(tl.zeros_like(w), w, None, None, None, decay)
     w, one, two, per_row = move(w, g, one, two, per_row, numbers, inside, dim)
-    store_rows(table, first, second, own, None, w, one, two, per_row, row, cols, here, dim, vector, dither, "")
+    store_rows(table, first, second, own, None, None, w, one, two, per_row, row, cols, here, dim, vector, dither, "")

@@ -27,8 +27,8 @@ def _look_ahead(rows, order, sources, at, count, stop, dim: tl.constexpr, aligne
 
 @triton.jit
 def take_one_by_one(
-    rows, order, sources, weights, gradients, slot_sums, table, first, second, own, touched, scale, scale_at, clip,
-    decay, numbers, count, first_row, num_rows, dither, p, start, stop, before, move: tl.constexpr,
+    rows, order, sources, weights, gradients, slot_sums, table, first, second, own, touched, names, scale, scale_at,
+    clip, decay, numbers, count, first_row, num_rows, dither, p, start, stop, before, move: tl.constexpr,
     inside: tl.constexpr, dim: tl.constexpr, block: tl.constexpr, vector: tl.constexpr, aligned: tl.constexpr,
     hint_gradients: tl.constexpr, hint_rows: tl.constexpr, tile: tl.constexpr,
 ):  # fmt: skip
@@ -66,8 +66,8 @@ def take_one_by_one(
                     move, inside, dim, total, rows_of[t], numbers, scale, scale_at, clip, decay
                 )
                 store_rows(
-                    table, first, second, own, touched, w, state, two, per_row, places[t], cols, one, dim, vector,
-                    dither, hint_rows,
+                    table, first, second, own, touched, names, w, state, two, per_row, places[t], cols, one, dim,
+                    vector, dither, hint_rows,
                 )  # fmt: skip
             if slot_sums is not None:  # noqa: SIM102 - the outer one is decided when the kernel is compiled
                 if ends & (row == before):  # of the run that began before the span

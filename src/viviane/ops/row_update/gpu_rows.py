@@ -102,6 +102,7 @@ def store_rows(
     second,
     own,
     touched,
+    names,
     w,
     one,
     two,
@@ -114,10 +115,17 @@ def store_rows(
     dither,
     hint: tl.constexpr,
 ):
-    """Store rows, rounded to their type, and their state."""
+    """Store rows, rounded to their type, and their state.
+
+    Args:
+        names: what rounding takes each row for, and what is subtracted from that; None: the row itself.
+    """
     place = tl.multiple_of(row * dim, [vector])[:, None] + cols[None, :]
     mask = here[:, None] & (cols < dim)[None, :]
-    tl.store(table + place, rounded(w, table.dtype.element_ty, dither, row, cols), mask=mask, eviction_policy=hint)
+    name = row
+    if names is not None:
+        name = tl.load(names[0] + row, mask=here, other=0) - names[1]
+    tl.store(table + place, rounded(w, table.dtype.element_ty, dither, name, cols), mask=mask, eviction_policy=hint)
     if first is not None:
         tl.store(first + place, one, mask=mask, eviction_policy=hint)
     if second is not None:
