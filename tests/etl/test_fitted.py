@@ -8,7 +8,7 @@ import pyarrow as pa
 import pytest
 from raw_files import clicks, config, read, text
 
-from viviane.core.errors import DataError
+from viviane.core.errors import DataError, DataNotFoundError
 from viviane.data import Dataset
 from viviane.etl import FittedEtl, criteo, fit, run
 
@@ -74,6 +74,15 @@ def test_altered_truncated_and_foreign_files_are_refused_by_name(tmp_path: Path)
 def _copy(folder: Path, data: bytes) -> Path:
     (folder / "copy").write_bytes(data)
     return folder / "copy"
+
+
+def test_a_folder_means_the_etl_in_it(tmp_path: Path) -> None:
+    run(clicks(), text(tmp_path / "raw.csv", "click,item\n1,b\n0,c\n1,c\n"), tmp_path / "out")
+    of_folder, of_file = (FittedEtl.load(tmp_path / name) for name in ("out", "out/etl.zip"))
+    rows = pa.table({"item": ["b", "c"]})
+    assert of_folder.transform_table(rows) == of_file.transform_table(rows)
+    with pytest.raises(DataNotFoundError, match=r"no such fitted ETL[\s\S]*etl\.zip"):
+        FittedEtl.load(tmp_path)
 
 
 def test_raw_rows_in_memory(tmp_path: Path) -> None:

@@ -195,8 +195,8 @@ class TooLong(BaseException):
 
 
 @contextlib.contextmanager
-def within(seconds: float) -> Iterator[None]:
-    """End a case that takes too long, and bound the memory that it takes."""
+def within(seconds: float, memory_bytes: int = 4 << 30) -> Iterator[None]:
+    """End a case that takes too long, and bound the addresses that it takes."""
 
     def ring(*_: Any) -> None:
         raise TooLong
@@ -204,7 +204,7 @@ def within(seconds: float) -> Iterator[None]:
     before = signal.signal(signal.SIGALRM, ring)
     limits = resource.getrlimit(resource.RLIMIT_AS)
     used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGESIZE")
-    resource.setrlimit(resource.RLIMIT_AS, (used + (4 << 30), limits[1]))
+    resource.setrlimit(resource.RLIMIT_AS, (used + memory_bytes, limits[1]))
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield

@@ -9,6 +9,7 @@ import struct
 import zipfile
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any, Final
 
 import pyarrow as pa
@@ -71,11 +72,13 @@ def save_learned(fitted: Learned, path: AnyPath) -> AnyPath:
 
 
 def load_learned(path: AnyPath) -> Learned:
-    """Read and verify a file.
+    """Read and verify a file, or the etl.zip of a folder.
 
     Raises:
         DataError: naming the file and the member that is missing, truncated or altered.
     """
+    if isinstance(path, Path) and path.is_dir():
+        path = path / "etl.zip"
     members = _verified(path)
     learned = parse_json(members["learned.json"], where=f"{path}, learned.json", error=DataError)
     try:
