@@ -17,11 +17,15 @@ pytest.importorskip("rocksdict", reason="the store: pip install 'viviane[rocksdb
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    schema = vv.Schema(labels=[{"name": "y"}], categorical=[{"name": "city", "num_ids": 40}])
+    return save_with("city", tmp_path_factory.mktemp("store") / "model")
+
+
+def save_with(column: str, folder: Path) -> Path:
+    schema = vv.Schema(labels=[{"name": "y"}], categorical=[{"name": column, "num_ids": 40}])
     model = vv.Model(vv.Solver(device="cpu"), schema)
     model.add(vv.zoo.DeepFM(dim=4, deep_mlp=[8]))
     model.compile()
-    return Path(str(model.save(tmp_path_factory.mktemp("store") / "model")))
+    return Path(str(model.save(folder)))
 
 
 def run(*words: str) -> str:
@@ -45,6 +49,17 @@ def test_rows_go_in_and_come_out(saved: Path, tmp_path: Path) -> None:
     assert layout["num_rows"] == 40
     weight = vv.Model.load(saved, device="cpu").module.emb.table_rows("city")
     assert np.array_equal(rows[np.argsort(keys)], weight.numpy())
+
+
+def test_a_column_named_like_a_path_stays_in_the_folder(tmp_path: Path) -> None:
+    """Rows of a column called a/../../../evil were written three folders higher."""
+    given = [str(save_with("a/../../../evil", tmp_path / "model")), "--config", str(tmp_path / "tiers.json")]
+    (tmp_path / "tiers.json").write_text(json.dumps({"rocksdb": {"folder": str(tmp_path / "db")}}))
+    out = tmp_path / "one/two/out"
+    assert "40 rows" in run("export", *given, "-o", str(out))
+    assert [one.parent.parent for one in tmp_path.rglob("keys.i64")] == [out]
+    with pytest.raises(ConfigError, match="the output exists"):
+        run("export", *given, "-o", str(out))
 
 
 def test_what_cannot_be_is_refused(saved: Path, tmp_path: Path) -> None:

@@ -7,11 +7,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeAlias
+from urllib.parse import quote
 
 import typer
 
 from viviane.cli.subcommands import command_group
 from viviane.core.errors import ConfigError, StoreError
+from viviane.core.file_names import check_file_name
 from viviane.core.files import replace_folder
 
 if TYPE_CHECKING:
@@ -126,9 +128,10 @@ def _export(tables: Mapping[str, TableHierarchy], output: Path) -> None:
     counts: dict[str, int] = {}
     with replace_folder(output, overwrite=False) as work:
         for name, table in tables.items():
-            counts[name] = _write_rows(table, work / name)
-    for name, count in counts.items():
-        typer.echo(f"{output / name}: {count:,} rows")
+            folder = check_file_name(quote(name, safe=".-_"), where=f"table {name!r}")
+            counts[folder] = _write_rows(table, work / folder)
+    for folder, count in counts.items():
+        typer.echo(f"{output / folder}: {count:,} rows")
 
 
 def _write_rows(table: TableHierarchy, folder: Path) -> int:
