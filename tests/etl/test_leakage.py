@@ -17,6 +17,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from raw_files import config, read
 
+from viviane.core.errors import ConfigError
 from viviane.etl import EtlConfig, derive, fit, run, sources
 from viviane.etl.deriving import ROW, lag_build
 from viviane.etl.engine import DuckDbEngine
@@ -256,3 +257,33 @@ def test_the_standard_deviation_is_that_of_the_population(tmp_path: Path) -> Non
     fitted = fit(made, tmp_path / "raw.parquet")
     found = fitted.transform_table(pa.table({"k": ["a", "b"], "x": [0.0, 0.0]}))
     assert found["g_x_std"].to_pylist() == [1.0, 0.0]
+
+
+HISTORY: dict[str, Any] = {"type": "history", "name": "f", "source": "n", "by": "u", "order_by": "t", "last": 3}
+
+
+@pytest.mark.parametrize(
+    "feature",
+    [
+        {"dense": [{"name": "f", "source": "y"}]},
+        {"dense": [{"name": "y"}]},
+        {"categorical": [{"name": "f", "source": "y"}]},
+        {"categorical": [{"name": "f", "source": ["u", "y"], "encoding": {"type": "hash", "num_ids": 9}}]},
+        {"derived": [HISTORY | {"by": "y"}]},
+        {"derived": [HISTORY | {"by": ["u", "y"]}]},
+        {"derived": [HISTORY | {"order_by": "y"}]},
+        {"derived": [{"type": "count", "name": "f", "by": ["u", "y"]}]},
+        {"derived": [{"type": "group_statistics", "name": "f", "by": "u", "of": "y"}]},
+        {"derived": [{"type": "lag", "name": "f", "source": "y", "by": "u", "order_by": "t"}]},
+        {"derived": [{"type": "target_encode", "name": "f", "by": "y", "target": "label"}]},
+        {"derived": [{"type": "target_encode", "name": "f", "by": "u", "target": "label", "fold_by": "y"}]},
+    ],
+)
+def test_a_feature_of_the_label_of_its_own_row_is_refused(feature: dict[str, Any]) -> None:
+    """Columns with the label as their source, and histories by the label, were taken."""
+    columns: list[dict[str, Any]] = [{"name": name, "type": "int"} for name in ("y", "u", "t", "n")]
+    rest = {"labels": [{"name": "label", "source": "y"}], "categorical": [{"name": "u"}]}
+    for allowed in (rest, {**rest, "derived": [HISTORY | {"source": "y"}]}):
+        config(columns, **allowed)  # earlier rows may show their labels
+    with pytest.raises(ConfigError, match=r"would hold the label of column 'y'|would show it"):
+        config(columns, **{**rest, **feature, "categorical": rest["categorical"] + feature.get("categorical", [])})

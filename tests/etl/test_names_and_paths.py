@@ -115,6 +115,37 @@ def test_names_that_differ_only_by_case_give_what_other_names_give(tmp_path: Pat
     assert [column.to_pylist() for column in tables[0].columns] == [column.to_pylist() for column in tables[1].columns]
 
 
+@pytest.mark.parametrize("engine", ENGINES)
+def test_joined_columns_and_neighbours_that_differ_only_by_case(tmp_path: Path, engine: dict[str, Any]) -> None:
+    side = {"K": [1, 2], "k": [20, 10], "V": [0.1, 0.2], "v": [0.3, 0.4]}
+    pq.write_table(pa.table(side), tmp_path / "side.parquet")
+    types = {"K": "int", "k": "int", "V": "float", "v": "float"}
+
+    def join(name: str, key: str, values: str) -> dict[str, Any]:
+        there = {"columns": [{"name": one, "type": types[one]} for one in (key, *values)]}
+        return {"type": "join", "name": name, "by": key, "file": str(tmp_path / "side.parquet"), "input": there}
+
+    order = {"by": "K", "order_by": "T"}
+    made = ("J_V", "J_v", "j_v", "A", "a", "B", "b")
+    settings_ = config(
+        [*({"name": name, "type": "int"} for name in ("K", "k", "T", "t"))],
+        derived=[
+            join("J", "K", "Vv"), join("j", "k", "v"),
+            *({"type": "lag", "name": name, "source": source, **order} for name, source in ("AT", "at")),
+            *({"type": "lead", "name": name, "source": source, **order} for name, source in ("Bt", "bT")),
+        ],
+        dense=[{"name": name, "operators": [FILL]} for name in made],
+    )  # fmt: skip
+    raw = {"K": [1, 2, 1, 3], "k": [10, 20, 30, 10], "T": [1, 2, 3, 4], "t": [50, 60, 70, 80]}
+    pq.write_table(pa.table(raw), tmp_path / "raw.parquet")
+    run(settings_, tmp_path / "raw.parquet", tmp_path / "out", **engine)
+    found = read(tmp_path / "out/train")
+    truth = ([0.1, 0.2, 0.1, 0], [0.3, 0.4, 0.3, 0], [0.4, 0.3, 0, 0.4], [0, 0, 1, 0], [0, 0, 50, 0], [70, 0, 0, 0],
+             [3, 0, 0, 0])  # fmt: skip
+    for name, values in zip(made, truth, strict=True):
+        assert found[name] == pytest.approx(values), name
+
+
 def test_sequences_of_names_that_differ_only_by_case(tmp_path: Path) -> None:
     pq.write_table(pa.table(rows()), tmp_path / "twins.parquet")
     grouping = SequenceConfig(

@@ -102,6 +102,8 @@ MISTAKES = [
     ([INPUT, SparseEmbedding("e", "cats", 2, tables={"itm": {}})], SCHEMA, "table that is not there.*'itm'.*'item'"),
     ([INPUT, SparseEmbedding("e", "cats", 2, combiner="concat")], SCHEMA, "longest bag.*column 'tags'.*max_length"),
     ([INPUT, DenseLayer("c", "Concat", bottom=["dense", "label"], axis=2)], SCHEMA, r"layer 'c' .*\(B, 3\), \(B, 1\)"),
+    ([INPUT, relu("a", "label"), LOGIT, LOSS], SCHEMA, "only a loss reads labels.*layer 'a' .*'label'"),
+    ([INPUT, DenseLayer("c", "Concat", bottom=["dense", "label"])], SCHEMA, "only a loss reads labels.*layer 'c' "),
     ([INPUT, LOGIT, bce("l", "label", "logit")], SCHEMA, "logit, then a label.*layer 'l'"),
     ([INPUT, LOGIT, bce("l", "label", "label")], SCHEMA, "logit, then a label.*layer 'l'"),
     ([INPUT, LOGIT, bce("l", "dense", "label")], SCHEMA, r"layer 'l' .*\(B, 3\).*a logit \(B, 1\)"),

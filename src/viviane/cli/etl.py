@@ -30,7 +30,7 @@ def command(
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Folder for the data sets and etl.zip.")] = None,
     config: Annotated[Path | None, typer.Option(help="Declarative file, JSON or YAML: rows, or sequences.")] = None,
     preset: Annotated[str | None, typer.Option(help="A ready-made file: criteo.")] = None,
-    apply: Annotated[Path | None, typer.Option(help="Apply this fitted etl.zip, or the one in a folder; nothing is learned.")] = None,
+    apply: Annotated[Path | None, typer.Option(help="Apply this fitted etl.zip, or a folder's; learn nothing.")] = None,
     num_dense: Annotated[int | None, typer.Option(help="Preset: numeric columns [13].")] = None,
     num_categorical: Annotated[int | None, typer.Option(help="Preset: categorical columns [26].")] = None,
     min_count: Annotated[int | None, typer.Option(help="Preset: rarer values become one unknown id [6].")] = None,

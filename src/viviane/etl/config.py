@@ -151,6 +151,26 @@ def _no_column(name: str, known: list[InputColumn]) -> str:
     return f"no input column {name!r}; {suggest(name, [column.name for column in known])}"
 
 
+def _check_leaks(config: EtlConfig, label_columns: set[str]) -> None:
+    """Refuse features that would hold the label of their own row.
+
+    Raises:
+        ValueError: naming the feature and the column of the label.
+    """
+    for spec in config.dense:
+        if (spec.source or spec.name) in label_columns:
+            raise ValueError(f"feature {spec.name!r} would hold the label of column {spec.source or spec.name!r}")
+    for feature in config.categorical:
+        if leaking := sorted(label_columns & {*feature.sources, feature.weights}):
+            raise ValueError(f"feature {feature.name!r} would hold the label of column {leaking[0]!r}")
+    for one in config.derived:
+        # A history may list labels or choose by them: earlier rows show theirs, and a row does not see its own.
+        inputs = {*one.keys, one.order_by} if isinstance(one, History) else set(one.inputs)
+        if leaking := sorted(label_columns & inputs):
+            fix = "history can list labels of earlier rows" if isinstance(one, History) else "use target_encode"
+            raise ValueError(f"{one.name!r} would hold the label of column {leaking[0]!r}: {fix}")
+
+
 def _check_derived(config: EtlConfig) -> None:
     """What derived columns may be made of and used for; `EtlConfig.derived_columns` has checked their types.
 
@@ -173,11 +193,8 @@ def _check_derived(config: EtlConfig) -> None:
     wrong = [name for name in raw_only if name in derived]
     for name in [*wrong, *(one.column for one in config.filters if one.column in late_names)]:
         raise ValueError(f"{name!r} is derived: labels, weights, vectors and filters need input columns here")
+    _check_leaks(config, label_columns)
     for one in config.derived:
-        # Earlier rows may show their labels: a row does not see its own.
-        leaking = [] if isinstance(one, History) else sorted(label_columns & set(one.inputs))
-        if leaking:
-            raise ValueError(f"{one.name!r} would hold the label of column {leaking[0]!r}: use target_encode")
         if isinstance(one, TargetEncode):
             for name in one.targets.values():
                 if name not in labels:

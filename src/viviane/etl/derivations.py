@@ -397,6 +397,11 @@ class History(Settings):
     where: Filter | None = None
 
     @property
+    def keys(self) -> tuple[str, ...]:
+        """The columns of the key."""
+        return _tuple(self.by)
+
+    @property
     def inputs(self) -> tuple[str, ...]:
         """Columns it is made from."""
         where = (self.where.column,) if self.where else ()

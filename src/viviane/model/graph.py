@@ -247,6 +247,10 @@ def _add_layer(plan: GraphPlan, node: DenseLayer, schema: Schema, seed: int) -> 
     if isinstance(layer, Loss):
         _add_loss(plan, node, layer, where)
         return ()
+    for bottom in node.bottom:
+        if bottom in plan.label:
+            raise ConfigError("only a loss reads labels: a layer would predict them from themselves", where=where,
+                              value=bottom, fix="read the tensors of features")  # fmt: skip
     if len(node.top) != len(layer.out_shapes):
         raise ConfigError(
             "as many tops as the layer has outputs",
