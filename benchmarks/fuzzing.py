@@ -1,4 +1,4 @@
-"""Mutated files, stores, command lines and requests to a server, 10,000 of each: python benchmarks/fuzzing.py
+"""Mutated files, stores, command lines, scripts and requests to a server, 10,000 of each: python benchmarks/fuzzing.py
 
 Runs the slow tests of tests/hostile and of tests/serving/test_server_fuzz.py, which fail where one ends with anything
 but success or a VivianeError, or over the network its status code; keeps how many cases ran. `--log FILE` reads what
@@ -16,7 +16,7 @@ from pathlib import Path
 from record import ROOT, record
 
 LINE = re.compile(
-    r"^(?P<kind>mutated [a-z ]+): (?P<cases>\d+) cases, (?P<accepted>\d+) accepted, (?P<refused>\d+) refused$",
+    r"^(?P<kind>mutated [A-Za-z ]+): (?P<cases>\d+) cases, (?P<accepted>\d+) accepted, (?P<refused>\d+) refused$",
     re.MULTILINE,
 )
 
