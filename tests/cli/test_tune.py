@@ -1,6 +1,7 @@
 """`viviane tune`: trials, the page, the best file, and going on."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,11 @@ def test_tunes_goes_on_and_writes_the_best_settings(tmp_path: Path) -> None:
     again = CliRunner().invoke(app, [*words, "--trials", "3"])
     assert "trial 3 of 3" in again.output
     assert "trial 1 of 3" not in again.output
+    words[3] = str(tmp_path / "whole")
+    whole = CliRunner().invoke(app, [*words, "--trials", "3"]).output.splitlines()
+    chosen = [re.sub(r"trial .*: log_loss [\d.]+|stopped early", "", line) for line in whole if "trial" in line]
+    assert len({*chosen[:3]}) == 3  # the third is not the first once more
+    assert next(line for line in again.output.splitlines() if "trial 3 of 3" in line) in whole
     best = read_train_config(tmp_path / "tune" / "best.json")
     assert 1e-4 <= best.solver.lr <= 0.1
     page = (tmp_path / "tune" / "tune.html").read_text()

@@ -1,15 +1,16 @@
-"""Raw files and small configs for the tests of this room."""
+"""Raw files and small configs for the tests of this folder."""
 
 from __future__ import annotations
 
 import gzip
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from viviane.etl import EtlConfig
+from viviane.etl import EtlConfig, Summary, run
 
 
 def config(columns: list[dict[str, Any]], *, input: dict[str, Any] | None = None, **rest: Any) -> EtlConfig:
@@ -48,3 +49,22 @@ def data_bytes(folder: Path) -> dict[str, bytes]:
         for file in sorted(folder.rglob("*"))
         if file.suffix in (".parquet", ".zip")
     }
+
+
+def same_on_spark(what: Any, sources: Any, folder: Path, **options: Any) -> tuple[Summary, Summary]:
+    """Run DuckDB into folder/duckdb and Spark into folder/spark, and compare every file that must be equal."""
+    found = [run(what, sources, folder / engine, engine=engine, **options) for engine in ("duckdb", "spark")]
+    # Without a split, the part is called like the folder.
+    counts = [{**asdict(one), "output": "", "seconds": {}, "rows": list(one.rows.values())} for one in found]
+    assert counts[0] == counts[1]
+    truth, ours = ({**data_bytes(folder / name), **_beside(folder / name)} for name in ("duckdb", "spark"))
+    assert truth.keys() == ours.keys()
+    assert [name for name in truth if truth[name] != ours[name]] == []
+    return found[0], found[1]
+
+
+def _beside(folder: Path) -> dict[str, bytes]:
+    """Rejects and statistics."""
+    files = [*folder.rglob("rejects.jsonl"), *folder.rglob("info.json"), *folder.rglob("schema.json")]
+    part = f'"part": "{folder.name}"'.encode()
+    return {str(one.relative_to(folder)): one.read_bytes().replace(part, b"") for one in files}

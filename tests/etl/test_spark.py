@@ -1,6 +1,5 @@
 """Spark against DuckDB: the same output, byte for byte, of everything the ETL learns, splits, derives and writes."""
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -8,13 +7,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from raw_files import config, data_bytes, text
+from raw_files import config, same_on_spark, text
 
 from viviane.core.errors import ConfigError, DataError
 from viviane.etl import EtlConfig, FittedEtl, run
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.usefixtures("spark_session"),
     pytest.mark.filterwarnings("ignore:PySpark does not yet fully support pandas:FutureWarning"),
 ]
 COLUMNS: list[dict[str, Any]] = [
@@ -29,25 +29,6 @@ COLUMNS: list[dict[str, Any]] = [
 ]
 FILL = {"type": "fill", "value": 0.5}
 WORDS = ["", "a", "A", "é", "日本", "z z", "\u200b", "1", "1.0", "-", "ß"]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _session(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """One session for all tests: the engine uses the active one."""
-    sql = pytest.importorskip("pyspark.sql", reason="needs the extra spark")
-    pytest.importorskip("pandas")
-    folder = tmp_path_factory.mktemp("spark")
-    builder = sql.SparkSession.builder.master("local[2]").config("spark.ui.enabled", "false")
-    for key, value in {
-        "spark.driver.bindAddress": "127.0.0.1", "spark.driver.host": "127.0.0.1", "spark.local.dir": str(folder),
-        "spark.sql.shuffle.partitions": "3", "spark.sql.session.timeZone": "UTC",
-    }.items():  # fmt: skip
-        builder = builder.config(key, value)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYSPARK_PYTHON", sys.executable)
-        session = builder.getOrCreate()
-        yield
-        session.stop()
 
 
 def rows(num: int, seed: int, whole: bool) -> pa.Table:
@@ -141,19 +122,7 @@ SPLITS = [
 def test_everything_is_the_same_byte_for_byte(tmp_path: Path, split: str | None) -> None:
     for number, size in enumerate((700, 1, 0, 90)):
         pq.write_table(rows(size, number, split is not None), tmp_path / f"raw-{number}.parquet")
-    made = everything()
-    found = {}
-    for engine in ("duckdb", "spark"):
-        summary = run(made, tmp_path / "raw-*.parquet", tmp_path / engine, split=split, threads=2, engine=engine)
-        found[engine] = summary.rows, summary.num_cut, summary.num_ids
-    assert found["duckdb"] == found["spark"]
-    truth, ours = data_bytes(tmp_path / "duckdb"), data_bytes(tmp_path / "spark")
-    assert truth.keys() == ours.keys()
-    different = [name for name in truth if truth[name] != ours[name]]
-    assert not different
-    for one in (tmp_path / "duckdb").rglob("info.json"):
-        other = tmp_path / "spark" / one.relative_to(tmp_path / "duckdb")
-        assert one.read_bytes() == other.read_bytes()
+    same_on_spark(everything(), tmp_path / "raw-*.parquet", tmp_path, split=split, threads=2)
 
 
 def test_many_shards_and_files_a_filter_and_a_fitted_etl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,13 +135,10 @@ def test_many_shards_and_files_a_filter_and_a_fitted_etl(tmp_path: Path, monkeyp
         labels=[{"name": "click"}], dense=[{"name": "x"}], categorical=[{"name": "item"}],
         filters=[{"column": "x", "keep": ">", "value": 4.0}],
     )  # fmt: skip
-    for engine in ("duckdb", "spark"):
-        run(made, tmp_path / "raw.csv", tmp_path / engine, split="hash:item:train=0.7,test=0.3", engine=engine)
-        fitted = FittedEtl.load(tmp_path / engine / "etl.zip")
-        run(fitted, tmp_path / "raw.csv", tmp_path / f"{engine}-applied", engine=engine)
-    for name in ("", "-applied"):
-        assert data_bytes(tmp_path / f"duckdb{name}") == data_bytes(tmp_path / f"spark{name}")
-    assert len(list((tmp_path / "spark-applied").glob("part-*.parquet"))) > 1
+    same_on_spark(made, tmp_path / "raw.csv", tmp_path, split="hash:item:train=0.7,test=0.3")
+    fitted = FittedEtl.load(tmp_path / "spark" / "etl.zip")
+    same_on_spark(fitted, tmp_path / "raw.csv", tmp_path / "applied")
+    assert len(list((tmp_path / "applied" / "spark").glob("part-*.parquet"))) > 1
 
 
 def test_errors_are_for_people(tmp_path: Path) -> None:

@@ -4,19 +4,19 @@ import gzip
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from raw_files import config, data_bytes, text
+from raw_files import config, same_on_spark, text
 
-from viviane.etl import EtlConfig, FittedEtl, run
+from viviane.etl import EtlConfig, FittedEtl
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.usefixtures("spark_session"),
     pytest.mark.filterwarnings("ignore:PySpark does not yet fully support pandas:FutureWarning"),
 ]
 FILL = [{"type": "fill", "value": -7}]
@@ -37,25 +37,6 @@ NASTY = [
     "\u200b",
     "0",
 ]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """One session for all tests: the engine uses the active one."""
-    sql = pytest.importorskip("pyspark.sql", reason="needs the extra spark")
-    pytest.importorskip("pandas")
-    folder = tmp_path_factory.mktemp("spark")
-    builder = sql.SparkSession.builder.master("local[2]").config("spark.ui.enabled", "false")
-    for key, value in {
-        "spark.driver.bindAddress": "127.0.0.1", "spark.driver.host": "127.0.0.1", "spark.local.dir": str(folder),
-        "spark.sql.shuffle.partitions": "3",
-    }.items():  # fmt: skip
-        builder = builder.config(key, value)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYSPARK_PYTHON", sys.executable)
-        session = builder.getOrCreate()
-        yield
-        session.stop()
 
 
 def cell(value: Any) -> str:
@@ -147,19 +128,11 @@ def test_the_same_byte_for_byte(tmp_path: Path, split: str | None) -> None:
     raw = tmp_path / "raw"
     raw.mkdir()
     write_rows(raw)
-    made, found = everything(tmp_path), {}
     files = sorted(raw.iterdir())
-    for engine in ("duckdb", "spark"):
-        summary = run(made, files, tmp_path / engine, split=split, threads=2, engine=engine, on_bad_row="reject")
-        found[engine] = summary.rows, summary.rejected, summary.num_cut, summary.num_ids, summary.dropped
-        fitted = FittedEtl.load(tmp_path / engine / "etl.zip")
-        run(fitted, files, tmp_path / f"{engine}-applied", engine=engine, on_bad_row="reject")
-    assert found["duckdb"] == found["spark"]
-    assert "few" in found["spark"][4]
-    for more in ("", "-applied"):
-        truth, ours = data_bytes(tmp_path / f"duckdb{more}"), data_bytes(tmp_path / f"spark{more}")
-        assert truth.keys() == ours.keys()
-        assert [name for name in truth if truth[name] != ours[name]] == []
+    summary, _ = same_on_spark(everything(tmp_path), files, tmp_path, split=split, threads=2, on_bad_row="reject")
+    assert "few" in summary.dropped
+    fitted = FittedEtl.load(tmp_path / "spark" / "etl.zip")
+    same_on_spark(fitted, files, tmp_path / "applied", on_bad_row="reject")
 
 
 def test_workers_run_the_interpreter_of_the_command(tmp_path: Path) -> None:

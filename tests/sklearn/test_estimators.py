@@ -9,6 +9,7 @@ import pandas as pd
 import polars as pl
 import pyarrow as pa
 import pytest
+import torch
 from sklearn.base import clone
 from sklearn.exceptions import NotFittedError
 from sklearn.model_selection import cross_val_score
@@ -194,6 +195,13 @@ def test_whole_numbers_may_be_missing_in_prediction_alone() -> None:
     few.loc[2, "age"] = 1.5
     with pytest.raises(DataError, match=r"(?s)not a whole number.*row 2, column 'age'.*1.5"):
         clf.predict_proba(few)
+
+
+def test_a_loader_that_shuffles_is_refused_where_order_matters(fitted: Any, clicks: Any) -> None:
+    loader = torch.utils.data.DataLoader(clicks[0].to_dict("records"), batch_size=50, shuffle=True, collate_fn=list)
+    for predict in (fitted.predict_proba, fitted.model_.predict, lambda x: vv.CTRClassifier().fit(x, clicks[1])):
+        with pytest.raises(ConfigError, match="shuffle=False"):
+            predict(loader)
 
 
 def test_an_array_without_names_has_the_columns_of_fit_in_their_order() -> None:

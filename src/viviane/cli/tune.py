@@ -50,11 +50,12 @@ def command(
     lead, up = _lead(config, changes or [])
     study = optuna.create_study(
         storage=optuna.storages.JournalStorage(backend), study_name="viviane", load_if_exists=True,
-        sampler=optuna.samplers.TPESampler(seed=seed), direction="maximize" if up else "minimize",
+        direction="maximize" if up else "minimize",
         pruner=optuna.pruners.MedianPruner(n_startup_trials=5, n_warmup_steps=1),
     )  # fmt: skip
     done = sum(one.state.is_finished() for one in study.trials)
     for number in range(done, trials):
+        study.sampler = optuna.samplers.TPESampler(seed=_seed_of(seed, number))
         trial = study.ask()
         chosen = {one.path: one.suggest(trial) for one in space}
         _run(study, trial, config, changes or [], chosen, lead)
@@ -64,6 +65,13 @@ def command(
         value = "stopped early" if last.value is None or last.state.name == "PRUNED" else f"{lead} {last.value:.5f}"
         typer.echo(f"trial {number + 1} of {trials}: {value}  {shown}")
     _finish(study, space, config, changes or [], output, lead, up)
+
+
+def _seed_of(seed: int, trial: int) -> int:
+    """Return the sampler's seed for one trial: a search that goes on is the one that was not interrupted."""
+    import numpy as np
+
+    return int(np.random.SeedSequence([seed, trial]).generate_state(1)[0])
 
 
 def _lead(config: Path, changes: list[str]) -> tuple[str, bool]:

@@ -77,6 +77,20 @@ def is_frame(rows: Any) -> bool:
     return not _is_tensor(rows)
 
 
+def refuse_shuffled(rows: Any) -> None:
+    """Refuse a DataLoader that shuffles, where a result or a label belongs to each row by its place.
+
+    Raises:
+        ConfigError: it does.
+    """
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(getattr(rows, "sampler", None), torch.utils.data.RandomSampler):
+        raise ConfigError(
+            "the rows of a DataLoader that shuffles come in another order each time", value=type(rows).__name__,
+            fix="make it with shuffle=False",
+        )  # fmt: skip
+
+
 def is_table(rows: Any) -> bool:
     """Return whether rows are one table of a dataframe library, as opposed to an iterable of parts.
 

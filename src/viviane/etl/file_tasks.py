@@ -17,7 +17,9 @@ from numpy.typing import NDArray
 from viviane.etl import write
 from viviane.etl.apply import Applier
 from viviane.etl.archive import load_learned
+from viviane.etl.derivations import Computed
 from viviane.etl.engine import DuckDbEngine
+from viviane.etl.functions import register_absent
 from viviane.etl.learned import Learned
 from viviane.etl.parquet import read_columns
 from viviane.etl.partition import Partition
@@ -53,14 +55,19 @@ class FileWork:
         partition: where rows belong.
         learned: a file with the fitted ETL; every worker sees it, the staged files and `folders` under these paths.
         folders: of each part.
+        functions: registered functions that the ETL names; their columns are in the staged files.
     """
 
-    def __init__(self, partition: Partition, learned: Path, folders: list[Path]) -> None:
+    def __init__(
+        self, partition: Partition, learned: Path, folders: list[Path], functions: tuple[str, ...] = ()
+    ) -> None:
+        self.functions = functions
         self.partition, self.learned, self.folders = partition.detached(), learned, folders
         self.sizes = write.ROWS_PER_GROUP, write.ROWS_PER_FILE
 
     def __call__(self, task: FileTask) -> tuple[FileTask, Statistics, dict[str, int]]:
         """Write the file, unless it is there; return the statistics of its rows and of lists cut."""
+        register_absent(self.functions)
         learned = load_learned(self.learned)
         writer = PartWriter(self.folders[task.part], learned.schema, only=task.number, sizes=self.sizes)
         if writer.take(task.number):
@@ -121,7 +128,9 @@ def write_files(
     statistics = [Statistics(learned.schema) for _ in folders]
     num_cut = {spec.name: 0 for spec in learned.config.categorical if spec.max_length}
     tasks = file_tasks(partition, shards)
-    for done, (task, found, cut) in enumerate(engine.map(FileWork(partition, learned_file, folders), tasks)):
+    functions = tuple(one.function for one in learned.config.derived if isinstance(one, Computed))
+    work = FileWork(partition, learned_file, folders, functions)
+    for done, (task, found, cut) in enumerate(engine.map(work, tasks)):
         statistics[task.part].join(found)
         for name, count in cut.items():
             num_cut[name] += count

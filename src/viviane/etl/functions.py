@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, Final, TypeAlias
 
 import pyarrow as pa
@@ -35,6 +36,17 @@ def register_function(name: str) -> Callable[[ColumnFunction], ColumnFunction]:
         True
     """
     return FUNCTIONS.register(name)
+
+
+def register_absent(names: Iterable[str]) -> None:
+    """Make names known to a process that reads a config and has no use for its functions, such as a worker of Spark."""
+    for name in names:
+        if name not in FUNCTIONS:
+            FUNCTIONS.register(name)(partial(_absent, name))
+
+
+def _absent(name: str, *_: Any) -> Any:
+    raise DataError("a function is not registered in this process", value=name)
 
 
 def call_function(name: str, columns: list[Any], kind: pa.DataType, column: str) -> Any:

@@ -22,7 +22,7 @@ from typing import Any, Final, TypeVar
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from viviane.core.errors import DataError
+from viviane.core.errors import DataError, VivianeError
 from viviane.core.optional import require
 from viviane.etl.engine import Build, DuckDbEngine, Lookup, counted, ibis_schema
 
@@ -154,8 +154,11 @@ class SparkEngine:
         items = list(items)
         if not items:
             return
-        results = self._guard(lambda: self._session.sparkContext.parallelize(items, len(items)).map(work).collect())
-        yield from results
+        task, context = _Task(work), self._session.sparkContext
+        for found, error in self._guard(lambda: context.parallelize(items, len(items)).map(task).collect()):
+            if error is not None:
+                raise error
+            yield found
 
     def close(self) -> None:
         """Stop the session if it was started here."""
@@ -176,6 +179,19 @@ class SparkEngine:
                 "Spark failed", value=_first_words(error),
                 fix="read Spark's log for more; a task that ran out of memory needs more partitions or a larger heap",
             ) from error  # fmt: skip
+
+
+class _Task:
+    """Work whose errors about the data come back as they are: a second try would end the same."""
+
+    def __init__(self, work: Callable[[Any], Any]) -> None:
+        self.work = work
+
+    def __call__(self, item: Any) -> tuple[Any, VivianeError | None]:
+        try:
+            return self.work(item), None
+        except VivianeError as error:
+            return None, error
 
 
 class _Rowwise:

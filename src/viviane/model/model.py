@@ -21,6 +21,7 @@ from viviane.core.files import write_bytes_atomic
 from viviane.core.html import html_table
 from viviane.core.locations import AnyPath
 from viviane.core.logging import get_logger
+from viviane.core.rows import refuse_shuffled
 from viviane.data import DataPass, DataPasses, Dataset, KafkaStream
 from viviane.embedding.module_parts import collections_of, dense_parameters
 from viviane.model.graph import GraphPlan, plan_graph, unused_message
@@ -356,6 +357,7 @@ class Model:
         Raises:
             ConfigError: raw rows without an ETL, an unknown kind of rows, or rows that may be raw or encoded.
         """
+        refuse_shuffled(rows)
         rows = rows if raw else opened(rows)
         if isinstance(rows, Dataset) and not raw:
             return self.trainer.predict(rows)

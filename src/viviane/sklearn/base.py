@@ -20,7 +20,7 @@ from sklearn.utils.validation import check_is_fitted, check_random_state, column
 
 from viviane.core.errors import ConfigError, DataError
 from viviane.core.locations import AnyPath
-from viviane.core.rows import as_table, is_frame
+from viviane.core.rows import as_table, is_frame, refuse_shuffled
 from viviane.model import Model
 from viviane.sklearn.table import Encoded, encode, names_of
 
@@ -48,6 +48,7 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
             X: rows in any form that `viviane.core.rows.as_table` reads.
             reset: whether to remember the columns (in fit) or to compare them.
         """
+        refuse_shuffled(X)
         if not is_frame(X):
             array = validate_data(
                 self, X, reset=reset, dtype=None, ensure_all_finite=False, ensure_min_samples=1, accept_sparse=False
