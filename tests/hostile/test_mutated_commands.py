@@ -328,6 +328,7 @@ def test_command_lines_that_once_ended_in_a_raw_error(samples: Path, tmp_path: P
 
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # an alarm left a new socket open
 @pytest.mark.usefixtures("serves_nothing")
 def test_many_mutated_commands(samples: Path, tmp_path: Path, url: str) -> None:
     start = random.SystemRandom().randrange(1 << 40)
