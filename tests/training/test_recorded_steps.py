@@ -10,6 +10,7 @@ from viviane.batch import Bag, Batch, Layout
 from viviane.core.errors import KeyRangeError, NumericsError
 from viviane.core.ranges import recording
 from viviane.nn import Concat, Dropout
+from viviane.training.step import recording as step_recording
 from viviane.training.step.program import HostExecutor
 from viviane.training.step.recorded_steps import MAX_ROWS, ReplayExecutor
 from viviane.zoo import BST, DCN, DIN, MMoE, WideDeep
@@ -281,6 +282,21 @@ def test_a_program_that_gives_other_bits_is_not_used(monkeypatch):
         trainer.train_step(draw(schema_of(), seed))
     assert trainer.stepper.recorded.num_replays == 0
     assert "other bits" in trainer.stepper.recorded.describe()
+
+
+@pytest.mark.parametrize("name", ["compile_program", "_Operation"])
+def test_a_step_that_cannot_be_recorded_trains_all_the_same(name, monkeypatch):
+    def fail(*_):
+        raise RuntimeError("no memory")
+
+    ours, truth = (compiled(layers, schema_of()) for _ in range(2))
+    eager(truth)
+    with monkeypatch.context() as patch:
+        patch.setattr(step_recording, name, fail)
+        train(ours, range(STEPS))
+    train(truth, range(STEPS))
+    assert "RuntimeError: no memory" in ours.stepper.recorded.describe()
+    assert_same(ours, truth)
 
 
 def test_a_copy_has_no_programs():

@@ -74,10 +74,10 @@ def pool_rows(
 def _streamed(storage: Tensor, out: Tensor, columns: tuple[int, ...]) -> bool:
     """Whether to write past the caches: outputs that they cannot hold anyway, if rows are whole cache lines."""
     item = out.element_size()
+    if out.shape[0] * len(columns) * storage.shape[1] * item < _STREAMED_BYTES:
+        return False
     places = (out.data_ptr(), out.stride(0) * item, storage.shape[1] * item, *(column * item for column in columns))
-    return out.shape[0] * len(columns) * storage.shape[1] * item >= _STREAMED_BYTES and all(
-        at % 64 == 0 for at in places
-    )
+    return all(at % 64 == 0 for at in places)
 
 
 @cache

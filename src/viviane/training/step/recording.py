@@ -106,7 +106,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         if not self._num_paused and self.reason is None and func.namespace != "profiler":
-            self._note(func, args, kwargs, out)
+            try:
+                self._note(func, args, kwargs, out)
+            except Exception as error:  # the step goes on without a program
+                self.refuse(f"{func} could not be recorded: {type(error).__name__}: {error}")
         return out
 
     def refuse(self, reason: str) -> None:
@@ -216,13 +219,15 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
 
         def before(gradients: tuple[Tensor, ...]) -> None:
+            self._num_paused += 1
+            if self.reason is not None:
+                return
             name = self._name_of(gradients[0])
             if name is None or number in self._handed_over:
                 self.refuse("the gradient of a lookup is not part of the step")
-            else:
-                self._handed_over.add(number)
-                self.operations.append(_Operation(f"take{number}", (_Name(name),)))
-            self._num_paused += 1
+                return
+            self._handed_over.add(number)
+            self.operations.append(_Operation(f"take{number}", (_Name(name),)))
 
         def after(*_: object) -> None:
             self._num_paused -= 1
@@ -248,7 +253,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         names = [None if one is None else self._name_of(one) for one in gradients]
         if any(one is not None and name is None for one, name in zip(gradients, names, strict=True)):
             self.refuse("the gradient of a weight is not computed by operators of the step")
-        return None if self.reason is not None else self._compiled(names)
+        if self.reason is not None:
+            return None
+        try:
+            return self._compiled(names)
+        except Exception as error:
+            self.refuse(f"the step could not be recorded: {type(error).__name__}: {error}")
+            return None
 
     def _compiled(self, names: Sequence[str | None]) -> DenseProgram:
         """Return the program whose last results have these names."""
