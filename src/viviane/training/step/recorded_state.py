@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
 from itertools import chain
-from operator import is_
+from operator import is_, itemgetter
 from typing import Any
 
 import torch
@@ -19,43 +19,56 @@ from viviane.training.step.program import TrainStep
 
 _TRUSTED_PACKAGES = ("torch.nn.", "viviane.")
 _PHASES = (TrainStep.forward, TrainStep.backward)
+_NO_VALUES = vars(nn.Module()).keys() - {"training", "_parameters", "_buffers", "_modules"}
+"""Attributes of every module that are hooks: dicts, which stay the same objects."""
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 class RecordedState:
     """What a program depends on besides the batch: `holds` returns whether it is as it was.
 
-    The attributes of all dense modules are compared by identity: a new value of any kind is a change.
+    The attributes of all dense modules are compared by identity: a new value of any kind is a change. A step has little
+    time for it, so values are fetched and compared by functions of C.
     """
 
     def __init__(self, step: TrainStep) -> None:
         modules = [*_dense_modules(step), step.objective]
-        spaces = [vars(one) for one in modules]
-        spaces += [one for space in spaces for one in space.values() if isinstance(one, dict)]
         self._step = step
-        self._empty = [one for one in spaces if not one]
-        self._spaces = [one for one in spaces if one]
-        self._views = [one.values() for one in self._spaces]  # live: they give the present values
-        self._values = list(chain.from_iterable(self._views))
+        self._collections = collections_of(step)
+        self._spaces = [vars(one) for one in modules]
+        self._getters = [itemgetter(*(name for name in space if name not in _NO_VALUES)) for space in self._spaces]
+        self._values = list(chain.from_iterable(self._of_spaces()))
+        inside = [part for space in self._spaces for part in space.values() if isinstance(part, dict)]
+        inside += [vars(one)[name] for one in self._collections for name in _HOOKS]
+        self._empty = [part for part in inside if not part]
+        self._views = [part.values() for part in inside if part]  # live: they give the present values
         self._lists = [one for one in self._values if isinstance(one, list)]
-        self._items = list(chain.from_iterable(self._lists))
-        self._counts = [*map(len, self._spaces), *map(len, self._lists)]
+        self._items = [*chain.from_iterable(self._views), *chain.from_iterable(self._lists)]
+        self._sized: list[Any] = [*self._spaces, *self._views, *self._lists]
+        self._counts = [*map(len, self._sized)]
         self._parameters = list(step.parameters.values())
         self._tensors = self._of_tensors()
-        self._collections = [one for one in step.collections.values() if isinstance(one, EmbeddingCollection)]
         self._types: list[Any] = list({type(one) for one in (*modules[:-1], *self._collections)})
         self._rest = self._of_rest()
 
     def holds(self) -> bool:
         """Whether nothing has changed."""
-        return (
-            all(map(is_, chain.from_iterable(self._views), self._values))
-            and not any(self._empty)
-            and all(map(is_, chain.from_iterable(self._lists), self._items))
-            and [*map(len, self._spaces), *map(len, self._lists)] == self._counts
-            and self._of_tensors() == self._tensors
-            and self._of_rest() == self._rest
-        )
+        try:
+            return (
+                all(map(is_, chain.from_iterable(self._of_spaces()), self._values))
+                and not any(self._empty)
+                and [*map(len, self._sized)] == self._counts
+                and all(
+                    map(is_, chain(chain.from_iterable(self._views), chain.from_iterable(self._lists)), self._items)
+                )
+                and self._of_tensors() == self._tensors
+                and self._of_rest() == self._rest
+            )
+        except KeyError:  # an attribute was deleted
+            return False
+
+    def _of_spaces(self) -> list[tuple[Any, ...]]:
+        return [getter(space) for getter, space in zip(self._getters, self._spaces, strict=True)]
 
     def _of_tensors(self) -> list[Any]:
         return [
@@ -70,8 +83,7 @@ class RecordedState:
         found += [choose(own.device), torch.are_deterministic_algorithms_enabled()]
         for one in self._collections:
             margins = one.margins
-            found += [one.frozen, one.training, one.gradient_watch, one.output_dtype, bool(one._forward_hooks)]
-            found += [bool(one._forward_pre_hooks), None if margins is None else len(margins.refused)]
+            found += [one.frozen, one.training, one.gradient_watch, None if margins is None else len(margins.refused)]
         return found
 
 
