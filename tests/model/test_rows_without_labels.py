@@ -4,9 +4,11 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from viviane.core.errors import DataError, SchemaError
+import viviane as vv
+from viviane.core.errors import DataError, KeyRangeError, SchemaError
 from viviane.data import Dataset, write_dataset
 from viviane.schema import Schema
+from viviane.training import History
 
 SCHEMA = Schema(
     labels=[{"name": "a"}, {"name": "b"}], dense=[{"name": "x"}],
@@ -82,3 +84,26 @@ def test_numbers_that_float32_does_not_hold_are_refused(model, data, valid, valu
     dense[name][2, 0] = value
     with pytest.raises(DataError, match=rf"(?s)not finite.*row 2, column '{name}'"):
         model.predict({**dense, **ids, **bags})
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "message"),
+    [("x", float("nan"), "finite"), ("c", 99, "outside the range"), ("y", 2.0, "neither 0 nor 1")],
+)
+def test_an_error_names_rows_in_memory_and_no_temporary_file(column, value, message):
+    schema = Schema(labels=[{"name": "y"}], dense=[{"name": "x"}], categorical=[{"name": "c", "num_ids": 9}])
+    rows = {"y": np.arange(40) % 2 * 1.0, "x": np.arange(40.0), "c": np.arange(40) % 6 + 3}
+    model = vv.Model(vv.Solver(batch_size=8, device="cpu"), schema)
+    model.add(vv.zoo.DeepFM(dim=2, deep_mlp=(4,)))
+    model.compile()
+    rows[column][33] = value
+    with pytest.raises(DataError if column != "c" else KeyRangeError, match=message) as caught:
+        model.fit(rows, epochs=1, verbose=0)
+    assert caught.value.where == f"the given dict, column '{column}', row 33"
+    assert "part-" not in str(caught.value)
+
+
+def test_a_history_shows_its_last_evaluation():
+    rows = [{"split": "valid", "step": 5, "auc": 0.7123456}, {"split": "train", "step": 6, "loss": 0.5}]
+    assert repr(History(rows)) == "History(rows=2, the last: split='valid', step=5, auc=0.71235)"
+    assert repr(History()) == "History(no rows)"

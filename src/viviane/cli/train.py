@@ -29,7 +29,10 @@ def command(
     changes: Annotated[
         list[str] | None, typer.Option("--set", metavar="PATH=VALUE", help="Change a setting: solver.lr=0.01.")
     ] = None,
-    run_folder: Annotated[Path | None, typer.Option(help="Where metrics, checkpoints and the model go.")] = None,
+    run_folder: Annotated[
+        Path | None,
+        typer.Option("--run-folder", "--output", "-o", help="Where metrics, checkpoints and the model go."),
+    ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint of the run.")] = False,
     processes: Annotated[int | None, typer.Option(min=1, help="Train in this many processes on the CPU.")] = None,
     gpus: Annotated[int | None, typer.Option(min=1, help="Train on this many GPUs of this machine.")] = None,

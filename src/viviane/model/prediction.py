@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -15,11 +16,12 @@ import torch
 from numpy.typing import NDArray
 
 from viviane.batch import Bag, Batch
-from viviane.core.errors import ConfigError, DataError, SchemaError
+from viviane.core.errors import ConfigError, DataError, SchemaError, VivianeError
 from viviane.core.locations import AnyPath, RemotePath
 from viviane.core.rows import as_table
 from viviane.data import Dataset, write_dataset
 from viviane.data.conversion import table_of
+from viviane.data.write import ROWS_PER_FILE
 from viviane.model.module import GraphModule
 from viviane.schema import CategoricalColumn, DenseColumn, Schema
 from viviane.training import Trainer
@@ -227,7 +229,27 @@ def as_dataset(rows: Any, schema: Schema, etl: AnyPath | None) -> Iterator[Datas
         data = write_dataset(
             Path(folder) / "rows", schema, (dict(zip(t.column_names, t.columns, strict=True)) for t in tables)
         )
-        yield data
+        try:
+            yield data
+        except VivianeError as error:
+            _name_given_rows(error, str(data.path), f"the given {type(rows).__name__}")
+            raise
+
+
+def _name_given_rows(error: VivianeError, folder: str, given: str) -> None:
+    """Let an error name rows in memory by their place there, and not by that in a temporary file."""
+
+    def renamed(text: str) -> str:
+        found = re.search(re.escape(folder) + r"/part-(\d+)\.parquet(?:, row group \d+)?", text)
+        if found is None:
+            return text.replace(folder, given)
+        first = int(found[1]) * ROWS_PER_FILE
+        place = re.sub(r"(?<=, row )\d+", lambda row: str(int(row[0]) + first), text[found.end() :], count=1)
+        return text[: found.start()] + given + place
+
+    if folder in str(error):
+        error.args = (renamed(str(error)),)
+        error.where = None if error.where is None else renamed(str(error.where))
 
 
 def batch_of_table(table: pa.Table, schema: Schema, origin: str) -> Batch:

@@ -102,6 +102,13 @@ class History:
         """Return the best value of a metric."""
         return float(self.best_row(metric, split)[metric])
 
+    def __repr__(self) -> str:
+        if not self.rows:
+            return "History(no rows)"
+        last = self.last() or self.rows[-1]
+        shown = ", ".join(f"{k}={v:.5g}" if isinstance(v, float) else f"{k}={v!r}" for k, v in last.items())
+        return f"History(rows={len(self.rows)}, the last: {shown})"
+
     def _repr_html_(self) -> str:
         """Return the evaluations, or the training rows if there are none, as a table for notebooks."""
         rows = [row for row in self.rows if row.get("split") == "valid"] or self.rows
