@@ -215,15 +215,16 @@ def test_folders_with_special_names_change_nothing(
         (tmp_path / place).mkdir(exist_ok=True, parents=True)
     for place in (folder, "plain"):
         if kind == "csv":
-            text(tmp_path / place / "raw.csv", "click,item\n1,pen\n0,ink\n1,pen\n")
+            text(tmp_path / place / "raw.csv", "click,item,at\n1,pen,1\n0,ink,2\n1,pen,3\n")
         else:
-            pq.write_table(
-                pa.table({"click": [1, 0, 1], "item": ["pen", "ink", "pen"]}), tmp_path / place / "raw.parquet"
-            )
-    derived = clicks().to_dict() | {
+            table = pa.table({"click": [1, 0, 1], "item": ["pen", "ink", "pen"], "at": [1, 2, 3]})
+            pq.write_table(table, tmp_path / place / "raw.parquet")
+    plain = clicks().to_dict()
+    plain["input"]["columns"] += [{"name": "at", "type": "int"}]
+    derived = plain | {
         "derived": [
             {"type": "count", "name": "n", "by": "item"},
-            {"type": "history", "name": "h", "source": "item", "by": "item", "order_by": "click", "last": 2},
+            {"type": "history", "name": "h", "source": "item", "by": "item", "order_by": "at", "last": 2},
         ],
         "dense": [{"name": "n"}],
     }

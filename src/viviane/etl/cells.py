@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import numpy as np
 import pyarrow as pa
@@ -242,10 +242,14 @@ def _eight_digits(array: Any) -> Any:
         word |= spare
         word &= mask
     if num_present == len(array):
-        return pa.array(word)
+        return pa.Array.from_buffers(pa.uint64(), len(word), [None, pa.py_buffer(cast(Any, word))])
     full = np.zeros(len(array), np.uint64)
     full[present] = word
-    return pa.array(full, mask=~present)
+    if array.offset:
+        return pa.array(full, mask=~present)
+    return pa.Array.from_buffers(
+        pa.uint64(), len(full), [array.buffers()[0], pa.py_buffer(cast(Any, full))], array.null_count
+    )
 
 
 def _is_text(kind: pa.DataType) -> bool:

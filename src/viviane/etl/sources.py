@@ -16,7 +16,7 @@ import numpy as np
 from viviane.core.errors import ConfigError, DataError, DataNotFoundError
 from viviane.core.locations import AnyPath, RemotePath, location
 
-BLOCK_BYTES: Final = 1 << 20  # what is at work stays in the cache
+BLOCK_BYTES: Final = 2 << 20  # what is at work stays in the cache; smaller blocks cost more calls
 _TAIL_BYTES: Final = 4096
 _NEWLINE: Final = ord("\n")
 _MISSING_IN_PATH: Final = "__HIVE_DEFAULT_PARTITION__"

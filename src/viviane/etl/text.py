@@ -20,7 +20,7 @@ from viviane.etl.columns import Input, InputColumn
 from viviane.etl.sources import Source, TextBlock, text_blocks
 
 _BOM: Final = b"\xef\xbb\xbf"
-_PIECE_BYTES: Final = 1 << 20  # parsed at once where a block need not be: what is at work stays in the cache
+_PIECE_BYTES: Final = 2 << 20  # parsed at once where a block need not be: what is at work stays in the cache
 _LINES_LOOKED_AT: Final = 100
 _UNIT: Final = b"\x1f"  # stands for a delimiter of several characters while a block is parsed
 
