@@ -11,6 +11,7 @@ from viviane.embedding.keys import BagKeyOutOfRange
 from viviane.embedding.storage import Storage
 from viviane.ops.dispatch import use_implementation
 
+ON_GPU = torch.cuda.is_available()
 POLICIES = ["raise", "default", "hash", "ignore"]
 FEW_BAGS = 6
 """One of every kind that `build` and `keys_for` make: all policies, a mean, weights, no keys, one key at most."""
@@ -95,7 +96,7 @@ def test_a_storage_of_many_bags(device, size, weighted):
     torch.testing.assert_close(rows, plain_rows, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("singles", [0, 2])
+@pytest.mark.parametrize("singles", [0, 2] if ON_GPU else [2])
 def test_rows_of_gradients_may_lie_farther_apart_from_step_to_step(device, singles, monkeypatch):
     """The place of gradients is made in forward for what came last, and again if that was wrong: the same bits."""
     weights = []
@@ -169,7 +170,8 @@ def test_rows_of_a_storage_stand_behind_one_another(device, num_bags, monkeypatc
 
 
 def test_bags_without_any_keys_and_one_key_very_often(device):
-    for lengths in ({}, {1: [0, 0, 3_000]}, {0: [0, 3, 0], 2: [3_000, 0, 1]}):
+    often = 3_000 if ON_GPU else 300  # the interpreter is slow
+    for lengths in ({}, {1: [0, 0, often]}, {0: [0, 3, 0], 2: [often, 0, 1]}):
         found = []
         for way in ("gpu", "cpu" if device.type == "cpu" else "reference"):
             emb = build(device, num_bags=3, dim=1, singles=0, rule=SGD())
