@@ -30,7 +30,7 @@ from viviane.core.machine_errors import as_own_error
 HERE = Path(__file__).parent.parent
 SLOW_CASES = int(os.environ.get("VIVIANE_FUZZ_CASES", "10000"))
 MOST_SECONDS = 15
-MOST_ADDRESSES = 1 << 38  # dynamic tables reserve addresses for as many rows as they may ever have
+MOST_ADDRESSES = 1 << 44  # dynamic tables reserve addresses for as many rows as they may ever have
 FEWER = (
     (r"max_iter\s*=\s*\d+", "max_iter=6"), (r"display\s*=\s*\d+", "display=3"),
     (r"num_epochs\s*=\s*\d+", "num_epochs=1"), (r"eval_interval\s*=\s*\d+", "eval_interval=3"),

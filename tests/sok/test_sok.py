@@ -57,6 +57,68 @@ def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
     sok.load(tmp_path, table)
 
 
+WRONG = """
+import numpy as np
+import tensorflow as tf
+import viviane.tensorflow as sok
+from viviane.core.errors import VivianeError
+
+sok.init()
+one = sok.Variable(np.ones((4, 2), np.float32), name="one")
+ids = tf.RaggedTensor.from_row_lengths(tf.constant([1, 2], tf.int64), [2])
+wrapper = sok.OptimizerWrapper(tf.keras.optimizers.Adam(0.1))
+new = dict(shape=(4, 2), initializer=tf.keras.initializers.Ones())
+calls = {
+    "initial_value": lambda x: sok.Variable(x),
+    "shape": lambda x: sok.Variable(**{**new, "shape": x}),
+    "initializer": lambda x: sok.Variable(**{**new, "initializer": x}),
+    "dtype": lambda x: sok.Variable(**new, dtype=x),
+    "mode": lambda x: sok.Variable(**new, mode=x),
+    "dimension": lambda x: sok.DynamicVariable(dimension=x),
+    "law": lambda x: sok.DynamicVariable(dimension=2, initializer=x),
+    "var_type": lambda x: sok.DynamicVariable(dimension=2, var_type=x),
+    "key_type": lambda x: sok.DynamicVariable(dimension=2, key_type=x),
+    "max_capacity": lambda x: sok.DynamicVariable(dimension=2, var_type="hybrid", max_capacity=x),
+    "filter_ratio": lambda x: sok.DynamicVariable(dimension=2, filter_ratio=x),
+    "sp_ids": lambda x: sok.lookup_sparse([one], x),
+    "sp_weights": lambda x: sok.lookup_sparse([one], [ids], sp_weights=x),
+    "combiners": lambda x: sok.lookup_sparse([one], [ids], combiners=x),
+    "indices": lambda x: sok.all2all_dense_embedding(one, x),
+    "variables": lambda x: sok.filter_variables(x),
+    "path": lambda x: sok.dump(x, one),
+    "optimizer": lambda x: sok.load("folder", one, x),
+    "values": lambda x: sok.assign(one, tf.constant([1], tf.int64), x),
+    "pairs": lambda x: wrapper.apply_gradients(x),
+    "pair": lambda x: wrapper.apply_gradients([x]),
+    "comm_tool": lambda x: sok.init(comm_tool=x),
+}
+values = [3, -1, 2**63, float("nan"), "x", "", b"x", [None], [[]], {"a": 1}, object(), tf.constant("a"),
+          np.zeros((2, 2)), np.zeros(3, complex)]
+refused = 0
+for name, call in calls.items():
+    for value in values:
+        try:
+            call(value)
+        except VivianeError:
+            refused += 1
+        except Exception as error:
+            raise AssertionError(f"{name}={value!r}: {type(error).__name__}: {error}") from error
+    assert refused, name
+print("REFUSED", refused)
+"""
+
+
+def test_arguments_of_another_type_are_refused(tmp_path: Path) -> None:
+    """57 of such calls ended in TypeError, ValueError or AttributeError."""
+    added = {"TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": "-1"}
+    command, environment = [sys.executable, "-c", WRONG], {**os.environ, **added}
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=environment, timeout=280, check=False, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert int(done.stdout.split("REFUSED")[1]) > 200
+
+
 KEYS = """
 import tensorflow as tf
 import viviane.tensorflow as sok

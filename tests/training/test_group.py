@@ -125,16 +125,20 @@ def auc_alike(group):
         metric.join(group)
 
 
-def terms_alike(group):
-    """Two losses, one of a label that some rows lack, with a penalty on weights: the gradients of the whole batch."""
+def terms_alike(group, optional=True):
+    """Two losses, one of a label that some rows lack, with a penalty on weights: the gradients of the whole batch.
+
+    Where no label is optional the shares of the ranks are those of their rows.
+    """
     schema = Schema(
-        labels=[{"name": "click"}, {"name": "buy", "optional": True}], dense=[{"name": "x", "dim": 2}],
+        labels=[{"name": "click"}, {"name": "buy", "optional": optional}], dense=[{"name": "x", "dim": 2}],
         categorical=[{"name": "user", "num_ids": 9}],
     )  # fmt: skip
     rng = np.random.default_rng(3)
     size = 13
+    lacks = optional & (np.arange(size) > 8)
     whole = {
-        "click": rng.integers(0, 2, size), "buy": np.where(np.arange(size) > 8, -1, rng.integers(0, 2, size)),
+        "click": rng.integers(0, 2, size), "buy": np.where(lacks, -1, rng.integers(0, 2, size)),
         "x": rng.normal(size=(size, 2)), "user": rng.integers(3, 9, size),
     }  # fmt: skip
     own = mine(size, group)
@@ -177,10 +181,12 @@ def metrics_by_group_alike(group):
     for loss in (1.0, 3.0):
         average.update_loss(torch.tensor(loss + group.rank), 1.0 + group.rank)
     average.update_loss(torch.tensor(float("nan")), 0.0)  # a batch of which no process has rows
+    has_rows = group.rank > 0  # and one of which the first process has none
+    average.update_loss(torch.tensor(5.0 if has_rows else float("nan")), float(has_rows))
     average.join(group)
     weights = np.arange(1, group.size + 1)
     shift = (weights * (weights - 1)).sum() / weights.sum()
-    assert average.compute() == pytest.approx(2.0 + shift, rel=1e-12)
+    assert average.compute() == pytest.approx((1.0 + shift + 3.0 + shift + 5.0) / 3, rel=1e-12)
 
 
 def one_nan_stops_all(group):
@@ -360,6 +366,7 @@ def everything(folder, run):
     auc_alike(group)
     metrics_by_group_alike(group)
     terms_alike(group)
+    terms_alike(group, optional=False)
     one_nan_stops_all(group)
     resumed_bit_by_bit(folder, group, run)
     frozen_parts(group)

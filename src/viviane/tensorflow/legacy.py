@@ -17,6 +17,7 @@ import numpy as np
 
 from viviane.core.errors import CheckpointError, ConfigError, DataError
 from viviane.core.files import write_bytes_atomic
+from viviane.tensorflow.arguments import float_rows, folder_of
 from viviane.tensorflow.lookup import all2all_dense_embedding, lookup_sparse
 from viviane.tensorflow.optimizer import Adam, OptimizerWrapper
 from viviane.tensorflow.processes import init, size
@@ -298,7 +299,7 @@ class Saver:
 
     def dump_to_file(self, embedding_variable: Any, filepath: str | Path) -> None:
         """Write a variable's keys and rows into a folder."""
-        folder, name = Path(filepath), file_name(embedding_variable)
+        folder, name = folder_of("filepath", filepath), file_name(embedding_variable)
         folder.mkdir(parents=True, exist_ok=True)
         keys, rows = rows_of(embedding_variable)
         write_bytes_atomic(folder / f"{name}_keys.file", keys.numpy().astype("<i8").tobytes())
@@ -310,7 +311,7 @@ class Saver:
         Raises:
             CheckpointError: a file is missing, or sizes do not fit; nothing is changed then.
         """
-        folder, name = Path(filepath), file_name(embedding_variable)
+        folder, name = folder_of("filepath", filepath), file_name(embedding_variable)
         width = table_of(embedding_variable).config.dim
         files = [folder / f"{name}_{part}.file" for part in ("keys", "values")]
         for file in files:
@@ -335,5 +336,8 @@ class Saver:
             tensors: (N, D), or a list of such, one below the other.
         """
         parts = tensors if isinstance(tensors, list | tuple) else [tensors]
-        rows = np.concatenate([np.asarray(one, np.float32) for one in parts])
+        arrays = [float_rows("tensors", one) for one in parts]
+        if not arrays or any(one.ndim != 2 or one.shape[1:] != arrays[0].shape[1:] for one in arrays):
+            raise ConfigError("rows are matrices (N, D)", where="tensors", value=[one.shape for one in arrays])
+        rows = np.concatenate(arrays)
         assign(embedding_variable, np.arange(len(rows)), rows)

@@ -13,6 +13,7 @@ import torch
 
 from viviane.core.errors import ConfigError, DataError
 from viviane.embedding.external import tensor_at
+from viviane.tensorflow.arguments import listed, optional
 from viviane.tensorflow.tables import Table
 from viviane.tensorflow.variables import plain_python, table_of, tensorflow
 
@@ -63,16 +64,20 @@ def lookup_sparse(
             Inside of tf.function TensorFlow raises the last, with the same text.
     """
     single = not isinstance(params, list | tuple)
-    variables, ids = ([params], [sp_ids]) if single else (list(params), list(sp_ids))
+    variables, ids = ([params], [sp_ids]) if single else (list(params), listed("sp_ids", sp_ids))
     if isinstance(combiners, list | tuple) and isinstance(combiners[0] if combiners else None, int):
         raise ConfigError("hotness is not needed", fix="call lookup_sparse(params, sp_ids, combiners=...)")
+    if not isinstance(combiners, list | tuple):
+        optional("combiners", combiners, str)
     names = list(combiners) if isinstance(combiners, list | tuple) else [combiners or "mean"] * len(variables)
-    weights = [None] * len(variables) if sp_weights is None else [sp_weights] if single else list(sp_weights)
+    weights = (
+        [None] * len(variables) if sp_weights is None else [sp_weights] if single else listed("sp_weights", sp_weights)
+    )
     if not len(variables) == len(ids) == len(names) == len(weights):
         counts = f"{len(variables)}, {len(ids)}, {len(weights)}, {len(names)}"
         raise ConfigError("variables, ids, weights and combiners are as many", value=counts)
     for name in names:
-        if name not in ("sum", "mean"):
+        if not isinstance(name, str) or name not in ("sum", "mean"):
             raise ConfigError("no such combiner", value=name, allowed="'sum', 'mean'")
     del use_low_frequency_filter
     tables = [table_of(one) for one in variables]
@@ -131,6 +136,13 @@ def _check_structures(ids: np.ndarray[Any, Any], weights: np.ndarray[Any, Any]) 
     )  # fmt: skip
 
 
+def _tensor(given: Any) -> Any:
+    try:
+        return tensorflow().convert_to_tensor(given)
+    except (TypeError, ValueError) as error:
+        raise DataError("ids are no tensor", value=str(error)) from error
+
+
 def _values(given: Any) -> tuple[Any, Any]:
     tf = tensorflow()
     if isinstance(given, tf.RaggedTensor):
@@ -140,7 +152,7 @@ def _values(given: Any) -> tuple[Any, Any]:
             tf.cast(given.indices[:, 0], tf.int32), minlength=tf.cast(given.dense_shape[0], tf.int32), dtype=tf.int64
         )
         return given.values, tf.concat([tf.zeros((1,), tf.int64), tf.cumsum(lengths)], 0)
-    dense = tf.convert_to_tensor(given)
+    dense = _tensor(given)
     if dense.shape.rank != 2:
         raise DataError("ids have rank 2", value=str(dense.shape), allowed="RaggedTensor, SparseTensor, a matrix")
     shape = tf.shape(dense, out_type=tf.int64)
@@ -231,6 +243,7 @@ def all2all_dense_embedding(param: Any, indices: Any, *, training: bool = True) 
         training: as of `lookup_sparse`.
     """
     tf = tensorflow()
+    indices = _tensor(indices)
     flat = tf.reshape(indices, (-1, 1))
     rows = lookup_sparse(param, flat, combiners="sum", training=training)
     return tf.reshape(rows, tf.concat([tf.shape(indices), [table_of(param).config.dim]], 0))

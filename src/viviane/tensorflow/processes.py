@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from viviane.core.errors import ConfigError
+from viviane.core.errors import ConfigError, expect
 from viviane.parallel.group import Group
 from viviane.parallel.start import join_processes
 
@@ -30,6 +30,7 @@ def set_comm_tool(comm_tool: str) -> None:
     Raises:
         ConfigError: an unknown one.
     """
+    expect("comm_tool", comm_tool, str)
     if comm_tool not in ("horovod", "torch"):
         raise ConfigError("no such communication tool", value=comm_tool, allowed="'horovod', 'torch'")
 

@@ -15,7 +15,7 @@ from typing import Any, Final, ParamSpec, TypeVar
 import numpy as np
 import torch
 
-from viviane.core.errors import ConfigError
+from viviane.core.errors import ConfigError, expect
 from viviane.core.logging import get_logger
 from viviane.core.optional import require
 from viviane.core.whole_numbers import whole_numbers
@@ -27,6 +27,7 @@ from viviane.embedding import (
     TableConfig,
     UniformInit,
 )
+from viviane.tensorflow.arguments import float_rows, listed, number, optional, type_name
 from viviane.tensorflow.processes import size
 from viviane.tensorflow.tables import Table
 
@@ -98,6 +99,7 @@ def _wrap(table: Table, trainable: bool) -> Any:
 
 
 def _kind(mode: str | None) -> str:
+    optional("mode", mode, str)
     if mode in (None, "distributed"):
         return "row"
     if isinstance(mode, str) and mode.startswith("localized:") and mode[10:].isdigit():
@@ -128,17 +130,22 @@ def Variable(  # noqa: N802 - SOK's name
         mode: "distributed", rows over all processes, or "localized:<process>", the table in one of them.
         seed: of stochastic rounding.
     """
-    tf = tensorflow()
-    kind = np.dtype(np.float32).name if dtype is None else tf.as_dtype(dtype).name
+    optional("name", name, str)
+    expect("trainable", trainable, bool)
+    kind = np.dtype(np.float32).name if dtype is None else type_name("dtype", dtype)
     if kind not in _ROWS:
         raise ConfigError("no such type of rows", value=kind, allowed=", ".join(_ROWS))
     if initial_value is None:
         if shape is None or initializer is None:
             raise ConfigError("a Variable needs initial_value, or shape and initializer")
-        initial_value = initializer(tuple(shape), dtype="float32")
+        if not callable(initializer):
+            raise ConfigError("initializer cannot be called", value=type(initializer).__name__,
+                              allowed="tf.keras.initializers")  # fmt: skip
+        sizes = tuple(number("shape", one, int) for one in listed("shape", shape))
+        initial_value = initializer(sizes, dtype="float32")
     elif callable(initial_value):
         initial_value = initial_value()
-    rows = np.asarray(initial_value, np.float32)
+    rows = float_rows("initial_value", initial_value)
     if rows.ndim != 2:
         raise ConfigError("a table is a matrix (N, D)", value=str(rows.shape))
     name = name or f"sok_static_Variable_{next(_static)}"
@@ -181,15 +188,20 @@ def DynamicVariable(  # noqa: N802 - SOK's name
             evict_strategy, filter_ratio, most_keys (beyond it a new key raises). Options of GPU memory
             (max_hbm_for_vectors, ...) have no effect here, and a line of the log tells so.
     """
-    tf = tensorflow()
+    for what, value in (("var_type", var_type), ("name", name)):
+        optional(what, value, str)
+    expect("trainable", trainable, bool)
+    expect("dimension", dimension, int, np.integer)
+    if not 1 <= dimension < 2**31:
+        raise ConfigError("no such dimension", value=dimension, allowed="1 or more")
     kind = var_type or "hybrid"
     if kind not in ("hbm", "hybrid"):
         raise ConfigError("no such var_type", value=kind, allowed="'hbm', 'hybrid'")
     if constraint is not None:
         raise ConfigError("rows have no constraints", where="DynamicVariable")
-    if dtype is not None and tf.as_dtype(dtype).name != "float32":
+    if dtype is not None and type_name("dtype", dtype) != "float32":
         raise ConfigError("dynamic rows are float32", value=str(dtype))
-    if key_type is not None and tf.as_dtype(key_type).name not in ("int32", "int64"):
+    if key_type is not None and type_name("key_type", key_type) not in ("int32", "int64"):
         raise ConfigError("no such type of keys", value=str(key_type), allowed="int32, int64")
     name = name or f"sok_dynamic_Variable_{next(_dynamic)}"
     config = DynamicTableConfig(
@@ -199,6 +211,7 @@ def DynamicVariable(  # noqa: N802 - SOK's name
 
 
 def _law(given: Any, kind: str) -> Any:
+    optional("initializer", given, str, int, float)
     if given in (None, "", "random"):
         return UniformInit(low=-0.05, high=0.05) if kind == "hbm" else NormalInit(std=1.0)
     known = {
@@ -227,9 +240,14 @@ def _options(kind: str, given: dict[str, Any], name: str) -> dict[str, Any]:
         _log.info("variable %r: %s have no effect here", name, ", ".join(without))
     capacity, most = rest.pop("init_capacity", None), rest.pop("max_capacity", None)
     limit = rest.pop("most_keys", None)
-    strategy, ratio = rest.pop("evict_strategy", "kLru"), float(rest.pop("filter_ratio", 1.0))
+    strategy, ratio = rest.pop("evict_strategy", "kLru"), number("filter_ratio", rest.pop("filter_ratio", 1.0), float)
     if rest:
         raise ConfigError("unknown options", where=f"variable {name!r}", value=", ".join(rest))
+    expect("evict_strategy", strategy, str, int)
+    capacity, most, limit = (
+        None if one is None else number(what, one, int)
+        for what, one in (("init_capacity", capacity), ("max_capacity", most), ("most_keys", limit))
+    )
     if strategy not in ("kLru", 0):
         raise ConfigError("no such evict_strategy", where=f"variable {name!r}", value=str(strategy), allowed="'kLru'")
     if most is not None and kind == "hybrid":
@@ -259,6 +277,7 @@ def table_of(variable: Any) -> Table:
 
 def filter_variables(variables: Sequence[Any]) -> tuple[list[Any], list[Any]]:
     """Return the variables with tables, and the others."""
+    variables = listed("variables", variables)
     own = [one for one in variables if isinstance(getattr(one, "viviane_table", None), Table)]
     return own, [one for one in variables if not isinstance(getattr(one, "viviane_table", None), Table)]
 
@@ -305,7 +324,7 @@ def assign(variable: Any, indices: Any, values: Any) -> Any:
     """
     table = table_of(variable)
     keys = torch.from_numpy(whole_numbers(np.asarray(indices), np.int64, "indices").ravel())
-    rows = torch.from_numpy(np.array(values, np.float32))
+    rows = torch.from_numpy(float_rows("values", values).copy())
     if tuple(rows.shape) != (len(keys), table.config.dim):
         raise ConfigError(
             "rows do not fit", value=tuple(rows.shape), where=f"variable {table.config.name!r}",

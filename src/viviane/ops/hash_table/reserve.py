@@ -44,7 +44,7 @@ def reserved(count: int, dtype: torch.dtype, when_released: Callable[[], object]
             memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE)
         else:
             memory = mmap.mmap(-1, num_bytes)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, OverflowError) as error:
         raise VivianeError(
             "the system refuses the addresses for a table",
             value=f"{num_bytes:,} bytes",

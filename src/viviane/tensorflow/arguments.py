@@ -1,0 +1,89 @@
+"""Checks of the arguments of SOK's calls: another type ends in an error that names the argument."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from viviane.core.errors import ConfigError, expect
+from viviane.core.optional import require
+
+
+def listed(what: str, value: Any) -> list[Any]:
+    """Return the items of an iterable; text, dicts and single values are refused.
+
+    Example:
+        >>> listed("variables", (1, 2))
+        [1, 2]
+    """
+    if not isinstance(value, str | bytes | Mapping) and isinstance(value, Iterable):
+        with suppress(TypeError):  # a tensor without dimensions
+            return list(value)
+    raise ConfigError(f"{what} has the wrong type", value=type(value).__name__, allowed="a list")
+
+
+def float_rows(what: str, value: Any) -> NDArray[np.float32]:
+    """Return an array of float32.
+
+    Example:
+        >>> float_rows("values", [[1, 2]]).tolist()
+        [[1.0, 2.0]]
+    """
+    try:
+        found = np.asarray(value)
+        if found.dtype.kind in "fiub":
+            return found.astype(np.float32)
+        if found.dtype.kind != "c":  # bfloat16 and the like
+            return np.asarray(value, np.float32)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ConfigError(f"{what} must be numbers", value=str(error)) from error
+    raise ConfigError(f"{what} must be real numbers", value=str(found.dtype))
+
+
+def number(what: str, value: Any, kind: type[int] | type[float]) -> Any:
+    """Return a number given as such or as text, of one kind.
+
+    Example:
+        >>> number("max_capacity", 8.0, int)
+        8
+    """
+    try:
+        if isinstance(value, str | int | float | np.integer | np.floating):
+            return kind(value)
+    except (ValueError, OverflowError):
+        pass
+    allowed = "a whole number" if kind is int else "a number"
+    raise ConfigError(f"{what} has the wrong type", value=f"{type(value).__name__} {value!r}"[:200], allowed=allowed)
+
+
+def type_name(what: str, value: Any) -> str:
+    """Return the name of a type of TensorFlow's."""
+    try:
+        return str(require("tensorflow", extra="tensorflow", purpose="viviane.tensorflow").as_dtype(value).name)
+    except TypeError as error:
+        raise ConfigError(f"{what} is no type", value=str(error)) from error
+
+
+def folder_of(what: str, value: Any) -> Path:
+    """Return a path.
+
+    Example:
+        >>> folder_of("path", "tables").name
+        'tables'
+    """
+    if not isinstance(value, str | os.PathLike):
+        raise ConfigError(f"{what} has the wrong type", value=type(value).__name__, allowed="str or Path")
+    return Path(value)
+
+
+def optional(what: str, value: Any, *kinds: type) -> Any:
+    """Return None, or a value of one of the kinds."""
+    if value is not None:
+        expect(what, value, *kinds)
+    return value
