@@ -87,6 +87,7 @@ calls = {
     "variables": lambda x: sok.filter_variables(x),
     "path": lambda x: sok.dump(x, one),
     "optimizer": lambda x: sok.load("folder", one, x),
+    "optimizer of dump": lambda x: sok.dump("folder", one, x),
     "values": lambda x: sok.assign(one, tf.constant([1], tf.int64), x),
     "pairs": lambda x: wrapper.apply_gradients(x),
     "pair": lambda x: wrapper.apply_gradients([x]),

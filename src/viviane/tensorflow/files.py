@@ -21,7 +21,7 @@ from viviane.core.files import write_bytes_atomic
 from viviane.core.whole_numbers import whole_numbers
 from viviane.embedding import DynamicTableConfig, TableState
 from viviane.embedding.dynamic_content import DynamicContent
-from viviane.tensorflow.arguments import folder_of
+from viviane.tensorflow.arguments import folder_of, optional
 from viviane.tensorflow.optimizer import OptimizerWrapper
 from viviane.tensorflow.processes import rank
 from viviane.tensorflow.tables import Table
@@ -41,6 +41,7 @@ def dump(path: str | Path, variables: Any, optimizer: OptimizerWrapper | None = 
         optimizer: the wrapper whose state is written, too.
     """
     folder = folder_of("path", path)
+    optional("optimizer", optimizer, OptimizerWrapper)
     folder.mkdir(parents=True, exist_ok=True)
     for variable in _listed(variables):
         name = file_name(variable)
@@ -62,8 +63,7 @@ def load(path: str | Path, variables: Any, optimizer: OptimizerWrapper | None = 
         CheckpointError: a file is missing, damaged, or of another shape; nothing of that table is changed then.
     """
     folder = folder_of("path", path)
-    if optimizer is not None and not hasattr(optimizer, "settings"):
-        raise ConfigError("optimizer has the wrong type", value=type(optimizer).__name__, allowed="OptimizerWrapper")
+    optional("optimizer", optimizer, OptimizerWrapper)
     for variable in _listed(variables):
         table, name = table_of(variable), file_name(variable)
         keys = torch.from_numpy(_read_keys(folder / f"{name}-key", name))
