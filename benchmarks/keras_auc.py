@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -33,10 +34,12 @@ from record import record
 from run import prepare, train_once
 from viviane.data import Dataset
 from viviane.embedding import NormalInit, ZeroInit
+from viviane.model.output_bias import base_rates
 from viviane.schema import Schema
 
 DIM, HIDDEN, BOTTOM, DROPOUT, SPREAD = 16, (128, 64), 64, 0.5, 0.01
-RATE, TABLE_DECAY, LINEAR_DECAY, DENSE_DECAY = 0.0029, 0.0029, 5.9e-5, 7e-5
+RATE, LINEAR_DECAY, DENSE_DECAY = 0.0029, 5.9e-5, 7e-5
+TABLE_DECAY = {"deepfm": 0.0029, "dlrm": 0.0003}  # with DeepFM's, rows of a DLRM that starts at the base rate stay at 0
 BATCH, STEPS, EPOCHS = 512, 109, 4
 MODELS = {
     "deepfm": {"zoo": "deepfm", "dim": DIM, "deep_mlp": HIDDEN},
@@ -50,7 +53,7 @@ def case_of(kind: str) -> Case:
     """Viviane's side: a plain recipe, without early stopping and means of weights, which Keras' tables do not have."""
     train = training(
         {**MODELS[kind], "dropout": DROPOUT, "embedding_dropout": DROPOUT}, lr=RATE, table_lr=RATE,
-        table_decay=TABLE_DECAY, linear_decay=LINEAR_DECAY if kind == "deepfm" else None, dense_decay=DENSE_DECAY,
+        table_decay=TABLE_DECAY[kind], linear_decay=LINEAR_DECAY if kind == "deepfm" else None, dense_decay=DENSE_DECAY,
         init=SPREAD, batch_size=BATCH, steps=STEPS, epochs=EPOCHS, evaluations=1, decay_power=1.0,
     )  # fmt: skip
     for name in ("restore_best", "eval_every"):
@@ -99,18 +102,18 @@ def decayed() -> keras.regularizers.Regularizer:
     return keras.regularizers.L2(DENSE_DECAY / 2)
 
 
-def tower(x, name: str):
-    """Hidden layers with dropout, then the logit."""
+def tower(x, name: str, start: float = 0.0):
+    """Hidden layers with dropout, then the logit, whose bias starts at `start`."""
     for place, width in enumerate(HIDDEN):
         x = layers.Dropout(DROPOUT)(dense(width, f"{name}_{place}", activation="relu")(x))
-    return dense(1, f"{name}_logit")(x)
+    return dense(1, f"{name}_logit", bias_initializer=keras.initializers.Constant(start))(x)
 
 
-def deepfm(schema: Schema, numbers, ids, seed: int):
+def deepfm(schema: Schema, numbers, ids, seed: int, rate: float):
     """Logits of a DeepFM, (B, 1)."""
     count = schema.num_dense
     first = ops.sum(lookup(schema, ids, 1, LINEAR_DECAY, "first", seed), axis=1)
-    vectors = layers.Dropout(DROPOUT)(lookup(schema, ids, DIM, TABLE_DECAY, "vectors", seed + 1))
+    vectors = layers.Dropout(DROPOUT)(lookup(schema, ids, DIM, TABLE_DECAY["deepfm"], "vectors", seed + 1))
     small = keras.initializers.RandomUniform(-1 / (count + DIM), 1 / (count + DIM), seed=seed)
     of_numbers = layers.EinsumDense(
         "bn,nd->bnd", (count, DIM), name="dense_vectors", kernel_initializer=small, kernel_regularizer=decayed()
@@ -122,26 +125,29 @@ def deepfm(schema: Schema, numbers, ids, seed: int):
     return first + ops.expand_dims(pairs, 1) + deep + dense(1, "first_dense", kernel_initializer="zeros")(numbers)
 
 
-def dlrm(schema: Schema, numbers, ids, seed: int):
-    """Logits of a DLRM, (B, 1)."""
+def dlrm(schema: Schema, numbers, ids, seed: int, rate: float):
+    """Logits of a DLRM, (B, 1), which starts at the base rate as Viviane's does."""
     bottom = numbers
     for place, width in enumerate((BOTTOM, DIM)):
         bottom = layers.Dropout(DROPOUT)(dense(width, f"bottom_{place}", activation="relu")(bottom))
-    vectors = layers.Dropout(DROPOUT)(lookup(schema, ids, DIM, TABLE_DECAY, "vectors", seed))
+    vectors = layers.Dropout(DROPOUT)(lookup(schema, ids, DIM, TABLE_DECAY["dlrm"], "vectors", seed))
     every = ops.concatenate([ops.expand_dims(bottom, 1), vectors], axis=1)
     dots = ops.matmul(every, ops.transpose(every, (0, 2, 1)))
     size = len(schema.one_hot) + 1
     below = np.flatnonzero(np.tril(np.ones((size, size)), -1)).astype("int32")
-    return tower(ops.concatenate([bottom, ops.take(layers.Flatten()(dots), below, axis=1)], axis=1), "top")
+    pairs = ops.take(layers.Flatten()(dots), below, axis=1)
+    return tower(ops.concatenate([bottom, pairs], axis=1), "top", start=math.log(rate / (1 - rate)))
 
 
-def build(kind: str, schema: Schema, seed: int) -> keras.Model:
+def build(kind: str, data: Dataset, seed: int) -> keras.Model:
     """A compiled model over {"dense", "ids"}."""
+    schema = data.schema
     keras.utils.set_random_seed(seed)
     numbers = keras.Input((schema.num_dense,), name="dense")
     ids = keras.Input((len(schema.one_hot),), dtype="int32", name="ids")
     make = {"deepfm": deepfm, "dlrm": dlrm}[kind]
-    model = keras.Model({"dense": numbers, "ids": ids}, make(schema, numbers, ids, seed))
+    rate = base_rates(data, vv.Solver(seed=seed))[schema.labels[0].name]
+    model = keras.Model({"dense": numbers, "ids": ids}, make(schema, numbers, ids, seed, rate))
     model.compile(keras.optimizers.Adam(Rate()), keras.losses.BinaryCrossentropy(from_logits=True))
     vk.follow_optimizer(model)
     return model
@@ -178,7 +184,7 @@ def go_on(file: Path, data: Path, seed: int) -> None:
 
 def resumed(kind: str, data: Path, seed: int, folder: Path) -> tuple[float, float]:
     """Return the greatest change of a logit by saving and loading, and the AUC in the end."""
-    model = build(kind, Dataset(data / "train").schema, seed)
+    model = build(kind, Dataset(data / "train"), seed)
     train(model, data, seed, range(EPOCHS // 2))
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"{kind}.keras"
@@ -200,7 +206,7 @@ def measure(kind: str, options: argparse.Namespace, folder: Path) -> None:
         for fold, place in enumerate(data):
             run_folder = folder / "runs" / f"{kind}-{seed}-{fold}"
             own.append(train_once(case, place, seed, run_folder, "cpu")["auc"])
-            model = build(kind, Dataset(place / "train").schema, seed)
+            model = build(kind, Dataset(place / "train"), seed)
             train(model, place, seed, range(EPOCHS))
             found.append(auc(model, place))
             print(f"{kind}, seed {seed}, fold {fold}: Keras {found[-1]:.4f}, Viviane {own[-1]:.4f}", flush=True)
