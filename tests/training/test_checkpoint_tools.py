@@ -149,7 +149,7 @@ def test_inspect_says_what_it_holds(saved, tmp_path):
     assert (body["step"], body["format"]) == (2, 2)
     assert "unexpected extra argument" in cli("inspect", saved[0], saved[0], code=2)
     assert "Missing argument" in cli("diff", saved[0], code=2)
-    assert "No such command 'look'" in cli("look", saved[0], code=2)
+    assert "no command 'look'" in cli("look", saved[0], code=2)
     for word in ("inspect", "diff", "reshard", "compact", "export"):
         assert f"checkpoint {word} [OPTIONS]" in cli(word, "--help")
 

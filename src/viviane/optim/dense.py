@@ -113,7 +113,7 @@ class DenseOptimizer(torch.optim.Optimizer):
         """
         hooks = self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks
         hooks = hooks or _global_optimizer_pre_hooks or _global_optimizer_post_hooks
-        if hooks or "step" in vars(self) or torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
+        if hooks or "step" in vars(self) or torch.autograd.profiler._is_profiler_enabled:  # of whichever thread
             self.step(scale=scale)
         else:
             with torch.no_grad():
