@@ -166,9 +166,9 @@ class Faults:
     def restart_broker(self, down_s: float) -> None:
         self.broker.kill()
         self.relay.stopping.set()
+        self.relay.join()  # what it still has to write would make the topic on the new broker
         time.sleep(down_s)
         self.broker = Broker(self.broker.port)
-        self.relay.join()
         self._begin()
         self.counts["broker kills"] += 1
 
