@@ -18,7 +18,7 @@ from viviane.ops.mlp import mlp, reason
 ActivationName = Literal["relu", "none"]
 
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def has_hooks(modules: Iterable[nn.Module]) -> bool:
@@ -28,7 +28,7 @@ def has_hooks(modules: Iterable[nn.Module]) -> bool:
         >>> has_hooks([nn.ReLU()])
         False
     """
-    return any(getattr(one, hooks) for one in modules for hooks in _HOOKS)
+    return any(getattr(one, hooks) for one in modules for hooks in HOOKS)
 
 
 class InnerProductParameters(Settings):

@@ -7,12 +7,11 @@ from collections.abc import Iterator
 from torch import nn
 
 from viviane.batch import Batch
+from viviane.nn.linear import has_hooks
 from viviane.ops.dense_update import reason as dense_reason
 from viviane.ops.dispatch import kernels_serve
 from viviane.training.step.program import TrainStep
-
-_TRUSTED_PACKAGES = ("torch.nn.", "viviane.")
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+from viviane.training.step.recorded_state import is_trusted
 
 
 def ineligible_reason(step: TrainStep) -> str | None:
@@ -84,7 +83,7 @@ def _module_ineligible_reasons(module: nn.Module, *, trusts: bool) -> Iterator[s
         place = f"module {name!r}" if name else "the module"
         if kind.__module__.startswith("torch._dynamo"):
             yield f"{place} is compiled by torch.compile"
-        if any(getattr(part, hooks) for hooks in _HOOKS):
+        if has_hooks([part]):
             yield f"{place} has hooks, which a replay does not run"
-        if not trusts and not f"{kind.__module__}.".startswith(_TRUSTED_PACKAGES):
+        if not trusts and not is_trusted(kind):
             yield f"{place} ({kind.__name__}) is a custom module, whose Python code runs in every step; {_TRUST}"

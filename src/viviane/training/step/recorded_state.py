@@ -14,6 +14,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from viviane.batch import Batch
 from viviane.core.ranges import are_recorded
 from viviane.embedding import EmbeddingCollection
+from viviane.nn.linear import HOOKS, has_hooks
 from viviane.ops.dispatch import choose
 from viviane.training.step.program import TrainStep
 
@@ -21,7 +22,6 @@ _TRUSTED_PACKAGES = ("torch.nn.", "viviane.")
 _PHASES = (TrainStep.forward, TrainStep.backward)
 _NO_VALUES = vars(nn.Module()).keys() - {"training", "_parameters", "_buffers", "_modules"}
 """Attributes of every module that are hooks: dicts, which stay the same objects."""
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 class RecordedState:
@@ -39,7 +39,7 @@ class RecordedState:
         self._getters = [itemgetter(*(name for name in space if name not in _NO_VALUES)) for space in self._spaces]
         self._values = list(chain.from_iterable(self._of_spaces()))
         inside = [part for space in self._spaces for part in space.values() if isinstance(part, dict)]
-        inside += [vars(one)[name] for one in self._collections for name in _HOOKS]
+        inside += [vars(one)[name] for one in self._collections for name in HOOKS]
         self._empty = [part for part in inside if not part]
         self._views = [part.values() for part in inside if part]  # live: they give the present values
         self._lists = [one for one in self._values if isinstance(one, list)]
@@ -111,14 +111,24 @@ def ineligible_reasons(step: TrainStep) -> Iterator[str]:
         yield "a weight has hooks on its gradient, which a replay does not run"
 
 
+def is_trusted(code: object) -> bool:
+    """Whether a class or function is torch.nn's or Viviane's, whose Python code depends on nothing but its arguments.
+
+    Example:
+        >>> is_trusted(nn.ReLU), is_trusted(print)
+        (True, False)
+    """
+    return f"{getattr(code, '__module__', '')}.".startswith(_TRUSTED_PACKAGES)
+
+
 def _module_reasons(step: TrainStep) -> Iterator[str]:
     for part in _dense_modules(step):
         kind = type(part)
-        if not f"{kind.__module__}.".startswith(_TRUSTED_PACKAGES):
+        if not is_trusted(kind):
             yield f"a custom module ({kind.__name__}) runs Python in every step"
-        if any(getattr(part, hooks) for hooks in _HOOKS):
+        if has_hooks([part]):
             yield f"a module ({kind.__name__}) has hooks, which a replay does not run"
-        if not f"{getattr(part.forward, '__module__', '')}.".startswith(_TRUSTED_PACKAGES):
+        if not is_trusted(part.forward):
             yield f"the forward of a module ({kind.__name__}) was replaced"
 
 
