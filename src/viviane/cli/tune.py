@@ -68,7 +68,7 @@ def command(
 
 
 def _seed_of(seed: int, trial: int) -> int:
-    """Return the sampler's seed for one trial: a search that goes on is the one that was not interrupted."""
+    """Return the sampler's seed for one trial; a continued search gets the seeds of an uninterrupted one."""
     import numpy as np
 
     return int(np.random.SeedSequence([seed, trial]).generate_state(1)[0])

@@ -340,7 +340,7 @@ class CachedStorage(Storage):
         """Why no step can be captured: the host moves rows; None where the device does."""
         if not self.cache.plans_on_host:
             return None
-        return f"rows of table {next(iter(self.tiers or self.tables))!r} are in files: the host fetches them"
+        return f"rows of table {next(iter(self.tiers or self.tables))!r} are moved by threads of the host"
 
     def checkpoint_tensors(self, table: str) -> dict[str, Tensor]:
         """Return the shapes of what a checkpoint has of a table, on the meta device."""

@@ -109,7 +109,7 @@ class DenseOptimizer(torch.optim.Optimizer):
     def update(self, scale: float | Tensor = 1.0) -> None:
         """Do what `step` does, without the range of torch's profiler around it, which takes longer than small updates.
 
-        Hooks, an active profiler and whoever replaced `step` still see a call of it.
+        `step` itself is called where it has hooks, is replaced, or a profiler is active.
         """
         hooks = self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks
         hooks = hooks or _global_optimizer_pre_hooks or _global_optimizer_post_hooks

@@ -21,7 +21,7 @@ _PROGRAMS: Final = 8
 _FEW_PROGRAMS: Final = 4
 _FEW_BYTES: Final = 96_000_000
 """Up to so many bytes move by few programs. Each holds a multiprocessor that the products of a step wait for, and where
-rows lie far apart in host memory, more are not faster: neighbours meet other translations of addresses then."""
+rows lie far apart in host memory, more programs are not faster: neighbouring rows miss translations of addresses."""
 _WARPS: Final = 16
 _WORDS_AT_ONCE: Final = 8192
 """That a program has on their way to the device, and as many on their way back."""
@@ -103,7 +103,8 @@ def _choose(table: SlotTable, own: _Scratch, stamp: int, guard: int, plan: SlotP
     kernels.count_slots_kernel[(num_blocks,)](
         own.slot_blocks, own.classes, own.limits, own.slot_counts, num_blocks, **shape
     )
-    for counts, stops in zip(own.slot_counts, own.slot_stops, strict=True):  # one of both rows takes ten times as long
+    # Two scans take 10 us, one over both rows 165.
+    for counts, stops in zip(own.slot_counts, own.slot_stops, strict=True):
         torch.cumsum(counts, 0, dtype=torch.int32, out=stops)
     kernels.take_slots_kernel[(num_blocks,)](
         own.slot_blocks, own.first_slot_blocks, table.owner, own.classes, own.limits, own.slot_stops, plan.starts,

@@ -98,7 +98,7 @@ class RecordedSteps:
         return shape.executor(self, batch, step, lr)
 
     def _reset(self) -> None:
-        """Forget all programs, and look at the module anew."""
+        """Drop all programs, and note the state of the module again."""
         if any(one.is_ready for one in self._shapes.values()):
             _log.info("recording the training step again: weights, freezing, modes or the module changed")
         self._shapes.clear()

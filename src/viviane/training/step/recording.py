@@ -131,7 +131,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not self._num_paused and self.reason is None and func.namespace != "profiler":
             try:
                 self._note(func, args, kwargs, out)
-            except Exception as error:  # the step goes on without a program
+            except Exception as error:  # the eager step continues
                 self.refuse(f"{func} could not be recorded: {type(error).__name__}: {error}")
         return out
 
