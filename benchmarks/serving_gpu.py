@@ -109,7 +109,7 @@ def device_us(session: InferenceSession, size: int) -> float:
     slot = instance._slots[0]
     if size not in slot._graphs:
         return float("nan")
-    with torch.cuda.stream(slot._stream):
+    with torch.cuda.stream(slot._lane.stream):
         events = [torch.cuda.Event(enable_timing=True) for _ in range(41)]
         torch.cuda._sleep(4_000_000)
         events[0].record()

@@ -51,6 +51,9 @@ from viviane.embedding.state import TableState, TableSummary, summarize
 from viviane.embedding.static_lookup import Resolved
 from viviane.embedding.storage import Storage
 from viviane.embedding.table_storage import StorageLookup, TableStorage, begin_updates, sent
+from viviane.ops.dispatch import kernels_serve
+from viviane.ops.dot_interaction import TableRows
+from viviane.ops.int8_rows import is_int8
 from viviane.store.slots import CacheFullError
 
 _MOST_UNCHECKED = 256  # lookups on a GPU whose range checks may wait unread
@@ -221,6 +224,26 @@ class EmbeddingCollection(LocalCollection):
         else:
             flat = self._gather(parts, size, memory)
         return EmbeddingOutput(flat, self._places, masks, wide)
+
+    @torch.no_grad()
+    def lookup_rows(self, batch: Batch) -> TableRows | None:
+        """Return the rows that hold a batch's vectors (B, F, D), for a reader that looks them up itself.
+
+        Returns:
+            None where that saves nothing or cannot be: no GPU, other than one storage of one-hot features in their
+            order, 8-bit rows, or no row of the batch.
+        """
+        if not kernels_serve(self.device) or torch.compiler.is_compiling() or not batch.size:
+            return None
+        plans = self.one_hot_plans(batch.layout.one_hot)
+        if plans is None or len(plans) != 1 or is_int8(plans[0].storage.weight):
+            return None
+        [plan] = plans
+        dim = plan.storage.dim
+        if not dim or plan.places != tuple(range(0, self._width, dim)):
+            return None
+        _, [part], _ = self.resolve(batch, training=False)
+        return TableRows(part.weight, part.rows, autocast_buffers(self._memory, self._width, self.device).dtype)
 
     @torch.no_grad()
     def look_up_apart(self, batch: AnyKeys) -> tuple[Tensor, Handover | None]:

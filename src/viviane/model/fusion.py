@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from viviane.nn.interaction import Interaction, InteractionParameters
 from viviane.nn.linear import MLP, InnerProduct, has_hooks
-from viviane.ops.dot_interaction import dot_interaction
+from viviane.ops.dot_interaction import TableRows, dot_interaction
 from viviane.ops.mlp import mlp, zeros_behind
 
 Step: TypeAlias = tuple[nn.Module, tuple[int, ...], tuple[int, ...]]
@@ -37,21 +37,27 @@ class FusedMLP(nn.Module):
         # In a tuple nn.Module takes no notice of them: they are submodules of the graph already.
         self._parts = (pairs, deep, last)
 
-    def forward(self, *inputs: Tensor) -> Tensor:
-        """Return what the last of the layers returns."""
+    @property
+    def pairs(self) -> Interaction | None:
+        """The interaction before the MLP."""
+        return self._parts[0]
+
+    def forward(self, *inputs: Tensor | TableRows) -> Tensor:
+        """Return what the last of the layers returns; for the interaction, embeddings may be given by their rows."""
         pairs, deep, last = self._parts
         outer = [one for one in self._parts if one is not None]
-        if torch.compiler.is_compiling() or deep.unfused(inputs[-1]) is not None or has_hooks(outer):
+        like = inputs[-1].table if isinstance(inputs[-1], TableRows) else inputs[-1]
+        if torch.compiler.is_compiling() or deep.unfused(like) is not None or has_hooks(outer):
             return self._one_by_one(*inputs)
         weights, biases, relu = deep.chain()
         if last is not None:
             weights, biases, relu = [*weights, last.weight], [*biases, last.bias], [*relu, False]
-        x = inputs[0]
-        if pairs is not None:
-            settings = cast(InteractionParameters, pairs.settings)
-            dense = inputs[0] if len(inputs) == 2 else None
-            pad = settings.pad or zeros_behind(weights[0].shape[1], inputs[0]) == 1
-            x = dot_interaction(dense, inputs[-1], pad=pad, itself=settings.self_interaction)
+        if pairs is None:
+            return mlp(cast(Tensor, inputs[0]), weights, biases, relu)
+        settings = cast(InteractionParameters, pairs.settings)
+        dense = cast(Tensor, inputs[0]) if len(inputs) == 2 else None
+        pad = settings.pad or zeros_behind(weights[0].shape[1], like if dense is None else dense) == 1
+        x = dot_interaction(dense, inputs[-1], pad=pad, itself=settings.self_interaction)
         return mlp(x, weights, biases, relu)
 
     def weights_to_pack(self) -> list[Tensor]:
@@ -63,9 +69,9 @@ class FusedMLP(nn.Module):
         count = len(own) // 2
         return [*own[:count], last.weight, *own[count:], last.bias]
 
-    def _one_by_one(self, *inputs: Tensor) -> Tensor:
+    def _one_by_one(self, *inputs: Tensor | TableRows) -> Tensor:
         pairs, deep, last = self._parts
-        x: Tensor = inputs[0] if pairs is None else pairs(*inputs)
+        x: Tensor = cast(Tensor, inputs[0]) if pairs is None else pairs(*inputs)
         x = deep(x)
         return x if last is None else cast(Tensor, last(x))
 

@@ -3,6 +3,9 @@
 A `Concat` that is the only reader of a lookup's vectors, as they are or flattened to rows, is concatenated in place:
 the lookup leaves margins beside its vectors, and the other inputs are copied there. Without margins at run time
 `torch.cat` is used; the result is the same.
+
+An interaction that is the only reader of a lookup's vectors looks the rows up itself where no gradient is needed and a
+GPU's kernel can: its vectors are then never written to memory.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Protocol, TypeAlias, cast
 
 import torch
@@ -21,7 +25,7 @@ from viviane.config import AnyOptimizer, Solver
 from viviane.core.device import resolve_device
 from viviane.core.errors import ConfigError, suggest
 from viviane.core.seeds import derive_seed
-from viviane.embedding import FeatureConfig, TableCollection
+from viviane.embedding import EmbeddingCollection, FeatureConfig, TableCollection
 from viviane.embedding.buffers import Margins, WideRows
 from viviane.model.all_rows import AllRows
 from viviane.model.fusion import FusedMLP, Step, fuse
@@ -29,6 +33,7 @@ from viviane.model.graph import GraphPlan
 from viviane.model.ids import Ids
 from viviane.model.nodes import DenseLayer, SparseEmbedding
 from viviane.model.table_memory import table_memory
+from viviane.nn.interaction import Interaction
 from viviane.nn.linear import has_hooks
 from viviane.nn.registry import Layer
 from viviane.nn.rows import BATCH, rows_of
@@ -138,6 +143,23 @@ def _concat_of(steps: Sequence[Step], by_reader: Mapping[int, int], slot: int) -
     return None
 
 
+def readers_of_rows(steps: Sequence[Step], outputs: Sequence[int]) -> dict[int, list[nn.Module]]:
+    """Return the interactions that are the only readers of a tensor, by the slot of its embeddings.
+
+    Example:
+        >>> from viviane.nn.interaction import Interaction
+        >>> list(readers_of_rows([(Interaction([(2,), (1, 2)]), (0, 1), (2,))], [2]))
+        [1]
+    """
+    readers = Counter(slot for _, bottoms, _ in steps for slot in bottoms) + Counter(outputs)
+    found: dict[int, list[nn.Module]] = {}
+    for layer, bottoms, _ in steps:
+        pairs = layer.pairs if isinstance(layer, FusedMLP) else layer if type(layer) is Interaction else None
+        if pairs is not None and readers[bottoms[-1]] == 1:
+            found[bottoms[-1]] = [pairs]
+    return found
+
+
 TableMaker: TypeAlias = Callable[..., TableCollection]
 
 
@@ -229,6 +251,7 @@ class GraphModule(nn.Module):
         self._outputs = tuple(slots[loss.output] for loss in plan.losses)
         self._fused = self._use_margins(fuse(self._steps, self._outputs))
         self._in_turn = self._split(self._sources, self._fused)
+        self._readers_of_rows = readers_of_rows(self._fused, self._outputs)
 
     def _use_margins(self, steps: Sequence[Step]) -> list[Step]:
         """Give lookups margins for inputs that are only joined with their vectors; return the steps that use them."""
@@ -251,7 +274,7 @@ class GraphModule(nn.Module):
         records = _records(batch)
         if records:
             self._pack_ahead()
-        values = self._run(batch, self._sources, self._in_turn)
+        values = self._run(batch, self._sources, self._in_turn, self._readers_of_rows)
         if records:
             join_ahead(batch.dense.device)
         logits = [values[slot] for slot in self._outputs]
@@ -328,6 +351,7 @@ class GraphModule(nn.Module):
         batch: Batch,
         sources: Sequence[tuple[tuple[int, ...], Source]],
         steps: tuple[Sequence[Step], Sequence[Step]],
+        readers_of_rows: Mapping[int, Sequence[nn.Module]] = MappingProxyType({}),
     ) -> list[Any]:
         """Begin lookups, run what needs none of their vectors beside them, then the rest.
 
@@ -339,7 +363,9 @@ class GraphModule(nn.Module):
         wide_rows: dict[int, WideRows | None] = {}
         for tops, source in sources:
             if isinstance(source, _Stack):
-                finish, wide_rows[tops[-1]] = source.begin(batch)
+                reader = readers_of_rows.get(tops[-1])
+                rows_suffice = reader is not None and not torch.is_grad_enabled() and not has_hooks(reader)
+                finish, wide_rows[tops[-1]] = source.begin(batch, rows_suffice)
                 begun.append((tops, finish))
             else:
                 result = source(batch)
@@ -443,8 +469,11 @@ class _Stack:
         self.columns = tuple(collection.features)
         self._leaves_margins = False
 
-    def begin(self, batch: Batch) -> tuple[Callable[[], Any], WideRows | None]:
+    def begin(self, batch: Batch, rows_suffice: bool) -> tuple[Callable[[], Any], WideRows | None]:
         """Begin a lookup: over processes, else in a branch of the graph.
+
+        Args:
+            rows_suffice: the reader takes `TableRows` as well.
 
         Returns:
             what waits for it; and the wider rows, if the lookup has margins.
@@ -452,11 +481,12 @@ class _Stack:
         if isinstance(self.collection, ShardedCollection):
             inputs = self.collection.begin(batch)
             return lambda: self(inputs), self.collection.wide_rows_of(inputs) if self._leaves_margins else None
+        look_up = self._rows_or_vectors if rows_suffice else self
         if not _records(batch):
-            looked_up = self(batch)
+            looked_up = look_up(batch)
             return lambda: looked_up, None
         with branch(batch.dense.device, "lookup") as join:  # bound by memory: overlaps with matrix products
-            found = self(batch)
+            found = look_up(batch)
 
         def finish() -> Any:
             join()
@@ -467,6 +497,11 @@ class _Stack:
     def leave_margins(self, margins: Margins) -> None:
         """From now on return the rows that the vectors are part of, too: None if the lookup has no margins."""
         self.collection.margins, self._leaves_margins = margins, True
+
+    def _rows_or_vectors(self, batch: Batch) -> Any:
+        fits = isinstance(self.collection, EmbeddingCollection) and not has_hooks([self.collection])
+        rows = cast(EmbeddingCollection, self.collection).lookup_rows(batch) if fits else None
+        return self(batch) if rows is None else rows
 
     def __call__(self, batch: Batch | AnyInput) -> Any:
         out = self.collection(batch)

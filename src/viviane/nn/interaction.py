@@ -9,7 +9,7 @@ from torch import Tensor
 from viviane.config.base import Settings
 from viviane.nn.init import Initializer
 from viviane.nn.registry import LAYERS, Layer, Shape
-from viviane.ops.dot_interaction import dot_interaction, num_pairs
+from viviane.ops.dot_interaction import TableRows, dot_interaction, num_pairs
 
 
 class InteractionParameters(Settings):
@@ -55,8 +55,8 @@ class Interaction(Layer):
         pairs = num_pairs(shapes[-1][0] + int(both), settings.self_interaction)
         return [((shapes[0][0] if both else 0) + pairs + int(settings.pad),)]
 
-    def forward(self, *inputs: Tensor) -> Tensor:
-        """Return the dense vector and the dot products."""
+    def forward(self, *inputs: Tensor | TableRows) -> Tensor:
+        """Return the dense vector and the dot products; embeddings may be given by the rows that hold them."""
         settings = cast(InteractionParameters, self.settings)
-        dense = inputs[0] if len(inputs) == 2 else None
+        dense = cast(Tensor, inputs[0]) if len(inputs) == 2 else None
         return dot_interaction(dense, inputs[-1], pad=settings.pad, itself=settings.self_interaction)

@@ -1,9 +1,10 @@
 """Forward passes captured in CUDA graphs, from ids in page-locked memory to probabilities in page-locked memory.
 
-A slot has a graph for each of a ladder of batch sizes, buffers that they share, and a stream of its own, so that as
-many requests are in flight as there are slots. A batch is padded to the next size of the ladder; one kernel of a graph
-reads its inputs from page-locked memory, and one writes its results there. Large batches with bags, and batches on the
-GPU, run eagerly: launches cost them little, and packing bags would cost more.
+A slot has a graph for each of a ladder of batch sizes, and buffers that they share. A batch is padded to the next size
+of the ladder; one kernel of a graph reads its inputs from page-locked memory, and one writes its results there. A
+request of more rows than the largest graph is computed in parts, one in each slot; the copy engine brings their inputs
+in while other parts compute. Large batches with bags, and batches on the GPU, run eagerly: launches cost them little,
+and packing bags would cost more.
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ from __future__ import annotations
 import threading
 import weakref
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Final
 
 import numpy as np
@@ -24,8 +27,7 @@ from torch import Tensor
 from viviane.batch import Batch
 from viviane.core.errors import KeyRangeError
 from viviane.model.module import GraphModule
-from viviane.ops.capture import without_branches
-from viviane.ops.copies import Refill
+from viviane.ops.capture import join_branches, without_branches
 from viviane.ops.key_rows import trusted_keys
 from viviane.ops.packing_ahead import PackedWeights, constant_weights
 from viviane.serving.forward import Forward
@@ -33,14 +35,20 @@ from viviane.serving.id_ranges import IdRanges
 from viviane.serving.launching import attach, copy_in, graph_launcher
 from viviane.serving.loading import LoadedModel
 from viviane.serving.page_locked import device_view
-from viviane.serving.static_inputs import HostInputs, InputLayout, is_readable
+from viviane.serving.static_inputs import HostInputs, InputFill, InputLayout, is_readable
 from viviane.training.step.precision import Precision
 
 _WARM_UPS: Final = 2
 _CHECKED_BY_HOST: Final = 64
 """Rows up to which the host checks ids while the GPU computes: kernels that report them would take longer."""
-_OWN_COPY: Final = 4096
-"""Rows from which the copy engine brings inputs in, beside what another slot computes; fewer are read by a kernel."""
+_OVERLAPPED: Final = 2048
+"""Rows from which ids are copied beside the first layers; for fewer, a branch costs a graph more than it saves."""
+_LANES: Final = 2
+"""Parts that compute at a time: products of one and lookups of another take turns on the same multiprocessors."""
+_SLOTS: Final = 4
+"""Parts in flight: those that do not compute yet have their inputs copied."""
+_LEAST_PART: Final = 4096
+"""The smallest captured size of a part; smaller parts are padded to it."""
 _LARGE_BAGS: Final = 4096
 """Rows from which batches with bags run eagerly."""
 PART: Final = 16_384
@@ -61,27 +69,46 @@ def ladder(most: int) -> tuple[int, ...]:
     return (*(size for size in sizes if size < most), most)
 
 
-class GraphSlot:
-    """Graphs of all sizes, and the buffers and the stream of one request in flight.
-
-    A graph reads the inputs from the addresses in `_words`, page-locked memory that the host writes before a replay,
-    and writes scores, and whether a key was out of range, to page-locked memory.
+class Lane:
+    """A stream, and the memory of graphs that are replayed on it, one after another.
 
     Args:
-        sizes: rising.
-        packed: weights that all slots share, packed once.
+        copies: the stream of copies from host memory, which lanes share.
     """
 
-    def __init__(self, forward: Forward, layout: InputLayout, sizes: Sequence[int], packed: PackedWeights) -> None:
-        self._forward, self._packed = forward, packed
+    def __init__(self, device: torch.device, copies: torch.cuda.Stream) -> None:
+        self.stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self.pool = torch.cuda.graph_pool_handle()
+        self.copies = copies
+
+
+class GraphSlot:
+    """Graphs of all sizes, and the buffers of one request, or part of a request, in flight.
+
+    A graph reads the inputs from the addresses in `_words`, page-locked memory that the host writes before a replay;
+    from the slot's own page-locked memory, if it is small; or finds them on the device, where the copy engine has put
+    them. It writes scores, and whether a key was out of range, to page-locked memory.
+
+    Args:
+        lane: where it computes; other slots may share it.
+        sizes: rising; of graphs that read their inputs from host memory.
+        part_sizes: rising; of graphs that find them on the device.
+        packed: weights that all slots share, packed once.
+        overlaps: lookups alone read other inputs than dense numbers.
+    """
+
+    def __init__(
+        self, forward: Forward, layout: InputLayout, lane: Lane, sizes: Sequence[int], part_sizes: Sequence[int],
+        packed: PackedWeights, *, overlaps: bool,
+    ) -> None:  # fmt: skip
+        self._forward, self._packed, self._lane, self._overlaps = forward, packed, lane, overlaps
         self._layout, self.sizes = layout, tuple(sizes)
-        device, most = forward.device, self.sizes[-1]
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._queue: int = self._stream.cuda_stream
-        self._pool = torch.cuda.graph_pool_handle()
+        self.part_sizes = tuple(part_sizes)
+        every = sorted({*sizes, *part_sizes})
+        device, most = forward.device, every[-1]
         self._host = torch.zeros(layout.num_bytes(most), dtype=torch.uint8, pin_memory=True)
         self._device = torch.zeros_like(self._host, device=device)
-        self._inputs = {size: HostInputs(layout, self._host, size) for size in self.sizes}
+        self._inputs = {size: HostInputs(layout, self._host, size) for size in every}
         names = [field.name for field in layout.fields if field.width]
         self._places = [names.index(name) if name in names else -1 for name in ("dense", "one_hot")]
         words = torch.zeros(len(names), dtype=torch.int64, pin_memory=True)
@@ -92,62 +119,105 @@ class GraphSlot:
         """Gives the batch in page-locked memory that was read last."""
         self._readable: set[tuple[int, int]] = set()
         """First rows and sizes of its parts that can be read where they are."""
+        self._arrived, self._ended = torch.cuda.Event(), torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._graphs: dict[int, _Captured] = {}
+        self._parts: dict[int, _Captured] = {}
         with _one_capture:
-            for size in reversed(self.sizes):  # the largest first: the others fit into its memory
-                self._graphs[size] = self._capture(size, names)
+            for size in reversed(every):  # the largest first: the others fit into its memory
+                if size in self.part_sizes:
+                    self._parts[size] = self._capture(size, names, reads_host=False)
+                if size in self.sizes:
+                    self._graphs[size] = self._capture(size, names, reads_host=True)
 
-    def _capture(self, size: int, names: Sequence[str]) -> _Captured:
+    def _capture(self, size: int, names: Sequence[str], *, reads_host: bool) -> _Captured:
         views = self._layout.views(self._device, size)
         batch = self._layout.batch(views, size)
         staged = self._layout.views(self._host, size)
-        refill = Refill([views[name] for name in names])
-        own_words = refill.words([staged[name] for name in names])
+        overlaps = reads_host and self._overlaps and size >= _OVERLAPPED
+        own_words = [staged[name].data_ptr() for name in names]
         self._words[:] = own_words
-        graph = torch.cuda.CUDAGraph()
-        self._stream.wait_stream(torch.cuda.current_stream(self._forward.device))
+        words = self._words_there
+        if size <= _CHECKED_BY_HOST:  # always from the slot's own memory: that it is need not come from the host
+            words = torch.tensor(own_words).to(self._forward.device)
+        fill = InputFill(views, names, words, overlaps)
+        graph, stream = torch.cuda.CUDAGraph(), self._lane.stream
+        stream.wait_stream(torch.cuda.current_stream(self._forward.device))
         with ExitStack() as stack:
-            stack.enter_context(torch.cuda.stream(self._stream))
-            for context in (torch.no_grad(), constant_weights(self._packed), without_branches()):
+            stack.enter_context(torch.cuda.stream(stream))
+            for context in (torch.no_grad(), constant_weights(self._packed)):
                 stack.enter_context(context)
+            if not overlaps:
+                stack.enter_context(without_branches())
             if size <= _CHECKED_BY_HOST:
                 stack.enter_context(trusted_keys())
             for _ in range(_WARM_UPS):
-                refill.fill(self._words_there)
+                fill()
                 scores = self._forward(batch)
             results = torch.zeros(scores.shape, dtype=torch.float32, pin_memory=True)
             results_there = device_view(results, self._forward.device)
             self._forward.check()
-            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-                if size < _OWN_COPY:
-                    refill.fill(self._words_there)
+            with torch.cuda.graph(graph, pool=self._lane.pool, stream=stream, capture_error_mode="thread_local"):
+                if reads_host:
+                    fill()
                 # Written by kernels: a node that copies would begin 5 us after the kernel before it.
                 self._forward.write(batch, results_there, None if size <= _CHECKED_BY_HOST else self._flags_there)
-        self._stream.synchronize()
-        kept = (batch, refill, results, results_there)
-        launch = graph_launcher(graph, self._stream)
+                join_branches(self._forward.device)
+        stream.synchronize()
+        kept = (batch, fill, results, results_there)
+        launch = graph_launcher(graph, stream)
         return _Captured(launch, np.array(own_words), results.numpy(), views, staged, (graph, *kept))
 
-    def begin(self, batch: Batch, start: int, stop: int) -> int:
-        """Launch the forward pass of rows [start, stop) of a batch on the host; returns the captured size.
+    def run(self, batch: Batch, beside: Callable[[], None] | None) -> NDArray[np.float32]:
+        """Return the scores of a batch on the host, (B, L).
 
-        A batch in page-locked memory has to stay as it is until `finish`.
+        Args:
+            beside: is called while the GPU computes.
+        """
+        attach(self._forward.device)
+        count = batch.size
+        size = self.sizes[bisect_left(self.sizes, count)]
+        captured = self._graphs[size]
+        if size <= _CHECKED_BY_HOST:
+            self._inputs[size].fill(batch, 0, count)
+        elif self._can_be_read(batch, 0, size):
+            self._point_to(batch)
+        else:
+            self._inputs[size].fill(batch, 0, count)
+            self._words[:] = captured.own_words
+        captured.launch()
+        try:
+            if beside is not None:
+                beside()
+        finally:
+            self._lane.stream.synchronize()
+        found: NDArray[np.float32] = captured.scores[:count].copy()
+        return found
+
+    def begin_part(self, batch: Batch, start: int, stop: int) -> Callable[[], NDArray[np.float32]]:
+        """Begin the forward pass of rows [start, stop) of a batch on the host, and return what waits for their scores.
+
+        The copy engine brings inputs in, beside what other parts compute. The slot is free again after the wait; a
+        batch in page-locked memory has to stay as it is until then.
         """
         attach(self._forward.device)
         count = stop - start
-        size = self.sizes[bisect_left(self.sizes, count)]
-        captured, large = self._graphs[size], size >= _OWN_COPY
-        direct = size > _CHECKED_BY_HOST and self._can_be_read(batch, start, count if large else size)
+        size = self.part_sizes[bisect_left(self.part_sizes, count)]
+        captured, stream, copies = self._parts[size], self._lane.stream, self._lane.copies
+        direct = self._can_be_read(batch, start, count)
         if not direct:
             self._inputs[size].fill(batch, start, stop)
-        if large:
-            self._copy_in(captured, batch if direct else None, start, stop)
-        elif direct:
-            self._point_to(batch, start)
-        else:
-            self._words[:] = captured.own_words
+        self._copy_in(captured, batch if direct else None, start, stop)
+        self._arrived.record(copies)
+        stream.wait_event(self._arrived)
         captured.launch()
-        return size
+        self._ended.record(stream)
+
+        def scores() -> NDArray[np.float32]:
+            self._ended.synchronize()
+            found: NDArray[np.float32] = captured.scores[:count].copy()
+            return found
+
+        return scores
 
     def _can_be_read(self, batch: Batch, start: int, size: int) -> bool:
         """Whether a GPU can read rows of a batch from where they are; one that is used again is asked about once."""
@@ -162,10 +232,10 @@ class GraphSlot:
         self._readable.add((start, size))
         return True
 
-    def _point_to(self, batch: Batch, start: int) -> None:
+    def _point_to(self, batch: Batch) -> None:
         for place, one in zip(self._places, (batch.dense, batch.one_hot), strict=True):
             if place >= 0:
-                self._words[place] = one.data_ptr() + start * one.shape[1] * one.element_size()
+                self._words[place] = one.data_ptr()
 
     def _copy_in(self, captured: _Captured, batch: Batch | None, start: int, stop: int) -> None:
         """Copy rows of a page-locked batch, or what was packed, by the GPU's copy engine."""
@@ -175,13 +245,8 @@ class GraphSlot:
             own = captured.staged[name] if batch is None else batch.dense if name == "dense" else batch.one_hot
             row = own.shape[1] * own.element_size()
             first = 0 if batch is None else start
-            copy_in(target.data_ptr(), own.data_ptr() + first * row, (stop - start) * row, self._queue)
-
-    def finish(self, size: int, count: int) -> NDArray[np.float32]:
-        """Wait for what `begin` launched, and return the scores, (count, L)."""
-        self._stream.synchronize()
-        found: NDArray[np.float32] = self._graphs[size].scores[:count].copy()
-        return found
+            queue = self._lane.copies.cuda_stream
+            copy_in(target.data_ptr(), own.data_ptr() + first * row, (stop - start) * row, queue)
 
     def found_bad_key(self) -> bool:
         """Whether a replay that has ended read a key that its table refuses; asked once for each."""
@@ -224,10 +289,10 @@ class _Captured:
 
 
 class GraphInstance:
-    """Computes one request at a time on a GPU; a large one in parts, where one slot reads while the other computes.
+    """Computes one request at a time on a GPU; a large one in parts, of which some are copied while others compute.
 
     Args:
-        slots: with the same sizes.
+        slots: the first has graphs of all sizes.
         ranges: of ids, checked by the host in small batches while the GPU computes, which reads zeros for others.
         part: most rows of a part.
     """
@@ -240,45 +305,43 @@ class GraphInstance:
         if batch.dense.is_cuda or (batch.bags and batch.size >= _LARGE_BAGS):
             return self._slots[0].run_eagerly(batch)
         if batch.size <= self._part:
-            return self._run_at_once(batch, checked)
-        found: list[NDArray[np.float32]] = []
-        waiting: list[tuple[GraphSlot, int, int]] = []
+            checks = batch.size <= _CHECKED_BY_HOST and not checked
+            found = self._slots[0].run(batch, (lambda: self._ranges.check(batch)) if checks else None)
+            if self._slots[0].found_bad_key():
+                self._name_bad_key(batch)
+            return found
+        return self._run_parts(batch)
+
+    def _run_parts(self, batch: Batch) -> NDArray[np.float32]:
+        waiting: deque[tuple[GraphSlot, Callable[[], NDArray[np.float32]]]] = deque()
+        parts: list[NDArray[np.float32]] = []
         bad = False
-        for number, start in enumerate(range(0, batch.size, self._part)):
-            stop = min(batch.size, start + self._part)
-            slot = self._slots[number % len(self._slots)]
-            if len(waiting) == len(self._slots):
-                bad |= self._take(waiting, found)
-            waiting.append((slot, slot.begin(batch, start, stop), stop - start))
-        while waiting:
-            bad |= self._take(waiting, found)
+
+        def take() -> bool:
+            slot, scores = waiting.popleft()
+            parts.append(scores())
+            return slot.found_bad_key()
+
+        # Slot 0 alone has graphs for a part that is not full: that one comes first.
+        bounds = [0, *range(batch.size % self._part or self._part, batch.size + 1, self._part)]
+        try:
+            for number, (start, stop) in enumerate(pairwise(bounds)):
+                if len(waiting) == len(self._slots):
+                    bad |= take()
+                slot = self._slots[number % len(self._slots)]
+                waiting.append((slot, slot.begin_part(batch, start, stop)))
+        finally:
+            while waiting:
+                bad |= take()
         if bad:
             self._name_bad_key(batch)
-        return np.concatenate(found)
-
-    def _run_at_once(self, batch: Batch, checked: bool) -> NDArray[np.float32]:
-        slot, size = self._slots[0], batch.size
-        captured = slot.begin(batch, 0, size)
-        try:
-            if size <= _CHECKED_BY_HOST and not checked:
-                self._ranges.check(batch)
-        finally:
-            found = slot.finish(captured, size)
-        if slot.found_bad_key():
-            self._name_bad_key(batch)
-        return found
+        return np.concatenate(parts)
 
     def _name_bad_key(self, batch: Batch) -> None:
         """Raise what is wrong with a row; passes where the key was one of padding."""
         for slot in self._slots:
             slot.forget_bad_key()
         self._ranges.check(batch)
-
-    @staticmethod
-    def _take(waiting: list[tuple[GraphSlot, int, int]], found: list[NDArray[np.float32]]) -> bool:
-        slot, captured, count = waiting.pop(0)
-        found.append(slot.finish(captured, count))
-        return slot.found_bad_key()
 
 
 def graph_instance(
@@ -292,11 +355,19 @@ def graph_instance(
         first: it may use the model's own module; others use replicas.
     """
     layout, part = InputLayout(model.schema), min(most, PART)
-    slots = []
-    for turn in range(2 if most > part else 1):
-        module = model.module if first and not turn else model.replica()
-        forward = Forward(module, model.objective, precision, model.device)
-        slots.append(GraphSlot(forward, layout, ladder(part), packed))
+    copies = torch.cuda.Stream(model.device)  # type: ignore[no-untyped-call]
+    overlaps = isinstance(model.module, GraphModule) and not model.module.id_columns
+    forwards, slots = [], []
+    for number in range(min(_SLOTS, -(-most // part))):
+        if number < _LANES:
+            module = model.module if first and not number else model.replica()
+            forward = Forward(module, model.objective, precision, model.device)
+            forwards.append((forward, Lane(model.device, copies)))
+        forward, lane = forwards[number % _LANES]
+        sizes = ladder(part) if number == 0 else ()
+        parts = () if most <= part else [size for size in ladder(part) if size >= _LEAST_PART or size == part]
+        own_parts = parts if number == 0 else parts[-1:]
+        slots.append(GraphSlot(forward, layout, lane, sizes, own_parts, packed, overlaps=overlaps))
     return GraphInstance(slots, IdRanges(model.schema, model.strict_ids), part)
 
 

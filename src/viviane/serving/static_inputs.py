@@ -5,7 +5,8 @@ Shapes: B rows of the captured size, N dense numbers, F one-hot features, H ids 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -15,6 +16,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from viviane.batch import Bag, Batch, Layout
+from viviane.ops.capture import branch
+from viviane.ops.copies import Refill
 from viviane.schema import Schema
 
 _ALIGNED: Final = 256  # bytes
@@ -140,6 +143,34 @@ class HostInputs:
                 target = self._arrays[field][:count]
                 target[...] = 0
                 target[inside] = flat
+
+
+class InputFill:
+    """Copies inputs from page-locked memory by kernels; ids in the branch of the lookups, beside the first layers.
+
+    Args:
+        views: the inputs on the device.
+        names: of the inputs; the dense numbers come first.
+        words: where the inputs are at the time of a replay, on the device, (N,).
+        overlaps: whether ids are copied in a branch.
+    """
+
+    def __init__(self, views: dict[str, Tensor], names: Sequence[str], words: Tensor, overlaps: bool) -> None:
+        self._device = words.device
+        split = 1 if overlaps and names[0] == "dense" else 0
+        self._parts = [
+            (Refill([views[name] for name in own]), words[first : first + len(own)])
+            for first, own in ((0, names[:split]), (split, names[split:]))
+            if own
+        ]
+
+    def __call__(self) -> None:
+        """Copy what `words` names."""
+        *front, (ids, words) = self._parts
+        for refill, own in front:
+            refill.fill(own)
+        with branch(self._device, "lookup") if front else nullcontext():
+            ids.fill(words)
 
 
 def is_readable(tensor: Tensor, start: int, size: int) -> bool:

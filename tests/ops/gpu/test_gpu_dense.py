@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from viviane.core.errors import SchemaError
 from viviane.ops import cross_layers as cross
 from viviane.ops import dot_interaction as dots
 from viviane.ops import logistic_loss as loss
@@ -86,6 +87,35 @@ def test_interaction_of_two_types(device):
     dtype = torch.bfloat16 if ON_GPU else torch.float16
     dense, embeddings = draw(device, 4, 24, dtype=dtype), draw(device, 4, 5, 24, seed=1)
     both(dots.dot_interaction, lambda d, e: plain_dots(d, e, True, False), [dense, embeddings], dtype)
+
+
+@pytest.mark.parametrize("rows_dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("stored", TYPES, ids=str)
+@pytest.mark.parametrize(("size", "s", "dim"), [shape for shape in SHAPES if shape[1] > 1])
+@torch.no_grad()
+def test_interaction_of_table_rows_has_the_bits_of_looked_up_vectors(device, size, s, dim, stored, rows_dtype):
+    table = draw(device, 50, dim, dtype=stored)
+    drawn = torch.randint(0, 50, (size, s), generator=torch.Generator().manual_seed(1))
+    drawn[0, :2] = torch.tensor([49, 0])  # the last row and the first
+    for type_of_lookup in (torch.float32, TYPES[-1]):
+        rows = dots.TableRows(table, drawn.to(rows_dtype).to(device), type_of_lookup)
+        for first in (draw(device, size, dim, dtype=TYPES[-1], seed=1), draw(device, size, dim, seed=2), None):
+            for pad, itself in ((True, False), (False, True)):
+                found = dots.dot_interaction(first, rows, pad=pad, itself=itself)
+                wanted = dots.dot_interaction(first, rows.vectors(), pad=pad, itself=itself)
+                assert found.dtype == wanted.dtype
+                assert torch.equal(found, wanted)
+
+
+def test_interaction_of_table_rows_keeps_gradients_and_checks_shapes(device):
+    table, dense = draw(device, 4, 8).detach(), draw(device, 2, 8, seed=1)
+    rows = dots.TableRows(table, torch.tensor([[0, 3], [2, 2]], device=device), torch.float32)
+    [found] = torch.autograd.grad(dots.dot_interaction(dense, rows).sum(), dense)
+    [wanted] = torch.autograd.grad(dots.dot_interaction(dense, rows.vectors()).sum(), dense)
+    assert torch.equal(found, wanted)
+    with pytest.raises(SchemaError, match="the dot interaction takes"):
+        dots.dot_interaction(dense.detach()[:1], rows)
+    assert dots.dot_interaction(None, rows._replace(rows=rows.rows[:0])).shape == (0, 2)
 
 
 def run_mlp(widths, relu, dtype, device, size, x_grad=True, weight_dtype=torch.float32):

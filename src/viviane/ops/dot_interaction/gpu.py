@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -37,21 +38,45 @@ def pack_shape(s: int, dim: int, item_bytes: int) -> PackShape:
 
 def forward(dense: Tensor | None, embeddings: Tensor, pad: bool, itself: bool, dtype: torch.dtype) -> Tensor:
     """Return [dense | dots of all pairs | zero], (B, W)."""
-    first = embeddings if dense is None else dense
-    embeddings = embeddings.contiguous()
-    dense = None if dense is None else dense.contiguous()
-    size, s, dim = embeddings.shape
-    s += dense is not None
-    front = 0 if dense is None else dim
-    out = first.new_empty(size, front + num_pairs(s, itself) + int(pad))
-    shape = pack_shape(s, dim, dtype.itemsize)
-    with on_device(embeddings):
-        interaction_forward_kernel[(ceil_div(size, shape.samples),)](
-            dense, embeddings, out, size, out.shape[1],
-            s=s, dim=dim, front=front, pad=pad, itself=itself, kind=KINDS[dtype], precision=dot_precision(),
-            block=shape.block, samples=shape.samples, columns=shape.columns, num_warps=shape.warps,
-        )  # fmt: skip
+    size, s, _ = embeddings.shape
+    out = _output(embeddings if dense is None else dense, dense, (size, s), pad, itself)
+    _forward(dense, embeddings.contiguous(), None, out, s, pad, itself, dtype)
     return out
+
+
+def forward_of_rows(
+    dense: Tensor | None, table: Tensor, rows: Tensor, out_dtype: torch.dtype, pad: bool, itself: bool,
+    dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    """Do what `forward` does with table[rows], (B, s, D), without writing these vectors to memory."""
+    out = _output(table if dense is None else dense, dense, rows.shape, pad, itself, out_dtype)
+    _forward(dense, table, rows.contiguous(), out, rows.shape[1], pad, itself, dtype)
+    return out
+
+
+def _output(
+    like: Tensor, dense: Tensor | None, shape: Sequence[int], pad: bool, itself: bool, dtype: torch.dtype | None = None
+) -> Tensor:
+    size, s = shape
+    front, s = (0, s) if dense is None else (dense.shape[1], s + 1)
+    return like.new_empty(size, front + num_pairs(s, itself) + int(pad), dtype=dtype)
+
+
+def _forward(
+    dense: Tensor | None, vectors: Tensor, rows: Tensor | None, out: Tensor, s: int, pad: bool, itself: bool,
+    dtype: torch.dtype,
+) -> None:  # fmt: skip
+    dense = None if dense is None else dense.contiguous()
+    dim = vectors.shape[-1]
+    s += dense is not None
+    shape = pack_shape(s, dim, dtype.itemsize)
+    with on_device(vectors):
+        interaction_forward_kernel[(ceil_div(len(out), shape.samples),)](
+            dense, vectors, rows, out, len(out), out.shape[1],
+            s=s, dim=dim, front=0 if dense is None else dim, pad=pad, itself=itself, kind=KINDS[dtype],
+            precision=dot_precision(), block=shape.block, samples=shape.samples, columns=shape.columns,
+            num_warps=shape.warps,
+        )  # fmt: skip
 
 
 def backward(grad: Tensor, dense: Tensor | None, embeddings: Tensor, itself: bool, dtype: torch.dtype) -> list[Tensor]:

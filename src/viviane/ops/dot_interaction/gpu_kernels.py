@@ -14,9 +14,19 @@ from viviane.ops.triton_parts.arithmetic import report_largest
 
 
 @triton.jit
+def _starts_of(rows, b, j, here, vectors: tl.constexpr, dim: tl.constexpr):
+    """Return where vector j of sample b begins: in (B, vectors, dim), or in the table whose rows are numbered."""
+    place = b.to(tl.int64) * vectors + j
+    if rows is not None:
+        place = tl.load(rows + place, mask=here, other=0).to(tl.int64)
+    return place * dim
+
+
+@triton.jit
 def load_vectors(
     dense,
     embeddings,
+    rows,
     b,
     i,
     inside,
@@ -26,15 +36,21 @@ def load_vectors(
     columns: tl.constexpr,
     kind: tl.constexpr,
 ):
-    """Load columns [start, start + columns) of vector i of sample b, for each row; zeros outside."""
+    """Load columns [start, start + columns) of vector i of sample b, for each row; zeros outside.
+
+    Embeddings are (B, s, dim); or a table (N, dim) and the numbers of its rows (B, s), which others read again soon.
+    """
+    keep: tl.constexpr = "" if rows is None else "evict_last"
     cols = start + tl.arange(0, columns)
     here = inside[:, None] & (cols < dim)[None, :]
     if dense is None:
-        place = (b.to(tl.int64) * s + i) * dim
-        z = tl.load(embeddings + place[:, None] + cols[None, :], mask=here, other=0.0).to(kind)
+        place = _starts_of(rows, b, i, inside, s, dim)
+        z = tl.load(embeddings + place[:, None] + cols[None, :], mask=here, other=0.0, eviction_policy=keep).to(kind)
     else:
-        place = (b.to(tl.int64) * (s - 1) + (i - 1)) * dim
-        z = tl.load(embeddings + place[:, None] + cols[None, :], mask=here & (i > 0)[:, None], other=0.0).to(kind)
+        looked_up = inside & (i > 0)
+        place = _starts_of(rows, b, i - 1, looked_up, s - 1, dim)
+        own = here & looked_up[:, None]
+        z = tl.load(embeddings + place[:, None] + cols[None, :], mask=own, other=0.0, eviction_policy=keep).to(kind)
         place = b.to(tl.int64) * dim
         d = tl.load(dense + place[:, None] + cols[None, :], mask=here & (i == 0)[:, None], other=0.0).to(kind)
         z = tl.where((i == 0)[:, None], d, z)
@@ -54,6 +70,7 @@ def pair_places(b_row, i_row, b_col, i_col, width, front: tl.constexpr, itself: 
 def interaction_forward_kernel(
     dense,
     embeddings,
+    rows,
     out,
     size,
     width,
@@ -68,17 +85,17 @@ def interaction_forward_kernel(
     samples: tl.constexpr,
     columns: tl.constexpr,
 ):
-    """Write the outputs of `samples` samples."""
+    """Write the outputs of `samples` samples; for `rows` see `load_vectors`."""
     lanes: tl.constexpr = block * samples
     # A product has at least 16 rows.
-    rows: tl.constexpr = lanes if lanes >= 16 else 16
-    r = tl.arange(0, rows)
+    height: tl.constexpr = lanes if lanes >= 16 else 16
+    r = tl.arange(0, height)
     b = tl.program_id(0) * samples + r // block
     i = r % block
     inside = (b < size) & (i < s) & (r < lanes)
-    dots = tl.zeros([rows, rows], dtype=tl.float32)
+    dots = tl.zeros([height, height], dtype=tl.float32)
     for start in tl.static_range(0, dim, columns):
-        z = load_vectors(dense, embeddings, b, i, inside, start, s, dim, columns, kind)
+        z = load_vectors(dense, embeddings, rows, b, i, inside, start, s, dim, columns, kind)
         dots = tl.dot(z, tl.trans(z), dots, input_precision=precision)
     pairs = (i[:, None] >= i[None, :]) if itself else (i[:, None] > i[None, :])
     mask = pairs & (r[:, None] // block == r[None, :] // block) & inside[:, None]
@@ -86,7 +103,7 @@ def interaction_forward_kernel(
     tl.store(out + place, dots.to(out.dtype.element_ty), mask=mask)
     first = inside & (i == 0)
     if pad:
-        tl.store(out + b.to(tl.int64) * width + (width - 1), tl.zeros([rows], dtype=out.dtype.element_ty), mask=first)
+        tl.store(out + b.to(tl.int64) * width + (width - 1), tl.zeros([height], dtype=out.dtype.element_ty), mask=first)
     if dense is not None:
         n = tl.program_id(0) * samples + tl.arange(0, samples)
         for start in tl.static_range(0, dim, columns):
@@ -131,7 +148,7 @@ def interaction_backward_kernel(
         g = tl.where(i[:, None] == i[None, :], g * 2, g)
     g = g.to(kind)
     for start in tl.static_range(0, dim, columns):
-        z = load_vectors(dense, embeddings, b, i, inside, start, s, dim, columns, kind)
+        z = load_vectors(dense, embeddings, None, b, i, inside, start, s, dim, columns, kind)
         dz = tl.dot(g, z, input_precision=precision)
         cols = start + tl.arange(0, columns)
         here = inside[:, None] & (cols < dim)[None, :]

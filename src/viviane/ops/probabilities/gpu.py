@@ -9,7 +9,7 @@ from torch import Tensor
 from viviane.ops.probabilities.gpu_kernels import probabilities_kernel
 from viviane.ops.triton_parts.launch import ceil_div, on_device
 
-_BLOCK = 1024
+_BLOCK = 128  # one number a thread: neighbours go to the host's memory in one write of a warp
 
 
 def write_probabilities(
