@@ -106,3 +106,38 @@ def test_settings_come_back_from_their_file(tmp_path: Path) -> None:
     solver = Solver(batch_size=16, class_weights=(1.0, 3.0), target={"auc": 0.8})
     (tmp_path / "solver.json").write_text(json.dumps(solver.to_dict()))
     assert Solver.from_json_file(tmp_path / "solver.json") == solver
+
+
+class Section(Settings):
+    epochs: int = 1
+    lr: float = 0.1
+
+
+class OtherSection(Settings):
+    lr: float = 0.1
+    decay: float = 0.0
+
+
+class Sections(Settings):
+    name: str = ""
+    metrics: tuple[str, ...] = ()
+    solver: Section = Section()
+    optimizer: Section | OtherSection = Section()
+
+
+@pytest.mark.parametrize(
+    ("given", "advice"),
+    [
+        ({"epochs": 2}, "did you mean solver.epochs or optimizer.epochs?"),
+        ({"learning_rate": 1.0}, "did you mean solver.lr or optimizer.lr?"),
+        ({"solver": {"metrics": ["auc"]}}, "did you mean 'metrics' at the top level?"),
+        ({"solver": {"decay": 0.5}}, "did you mean optimizer.decay?"),
+        ({"solver": {"epoch": 2}}, "did you mean 'epochs'?"),
+        ({"metric": ["auc"]}, "did you mean 'metrics'?"),
+        ({"nonsense": 1}, "choose one of: metrics, name, optimizer, solver"),
+    ],
+)
+def test_a_key_of_another_section_is_sent_there(given: dict[str, object], advice: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Sections.from_dict(given)
+    assert caught.value.fix == advice

@@ -12,6 +12,7 @@ import pytest
 import torch
 from sklearn.base import clone
 from sklearn.exceptions import NotFittedError
+from sklearn.metrics import ndcg_score
 from sklearn.model_selection import cross_val_score
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import FunctionTransformer
@@ -220,6 +221,50 @@ def test_ranks_rows_of_groups_without_the_group_in_prediction() -> None:
     assert ranker.validation_["ndcg@10:group"] == 1.0
     with pytest.raises(ConfigError, match="once"):
         vv.CTRRanker().fit(frame, [1, 0, 0, 0] * 60)
+
+
+def test_a_ranker_scores_by_ndcg_of_its_groups() -> None:
+    random = np.random.default_rng(0)
+    users, relevant = np.repeat(np.arange(60), 5), (random.random(300) < 0.2).astype(int)
+    rows = pd.DataFrame({"item": random.integers(0, 9, 300).astype(str), "price": random.normal(size=300)})
+    ranker = vv.CTRRanker("linear", k=3, epochs=1, verbose=0).fit(rows, relevant, qid=users)
+    scores = ranker.predict(rows)
+    groups = [np.flatnonzero(users == user) for user in range(60)]
+    known = [ndcg_score([relevant[own]], [scores[own]], k=3) for own in groups if relevant[own].any()]
+    assert 0 < len(known) < 60
+    mixed = random.permutation(300)
+    for found in (
+        ranker.score(rows, relevant, group=[5] * 60),
+        ranker.score(rows.iloc[mixed], relevant[mixed], qid=users[mixed]),
+        ranker.score(rows, relevant, qid=[f"user {user}" for user in users]),
+    ):
+        assert found == pytest.approx(np.mean(known), abs=1e-12)  # sums in another order
+    with pytest.raises(ConfigError, match="give the groups once"):
+        ranker.score(rows, relevant)
+    with pytest.raises(DataError, match="y holds 0 and 1"):
+        ranker.score(rows, relevant * 0, qid=users)
+
+
+def test_labels_may_be_missing() -> None:
+    random = np.random.default_rng(1)
+    rows = pd.DataFrame({"a": random.integers(0, 4, 400).astype(str)})
+    clicked = (random.random(400) < 0.4).astype(float)
+    bought = np.where(clicked > 0, (rows["a"] == "1").astype(float), np.nan)
+    settings = {"epochs": 3, "verbose": 0, "random_state": 3}
+    first = vv.CTRMultiTaskClassifier(**settings).fit(rows, pd.DataFrame({"click": clicked, "buy": bought}))
+    assert np.isfinite(list(first.validation_.values())).all()
+    whole = vv.CTRMultiTaskClassifier(**settings).fit(
+        rows, pd.DataFrame({"click": clicked, "buy": np.nan_to_num(bought)})
+    )
+    # Missing is not 0: of the clicked rows alone, more were bought than of all.
+    assert first.predict_proba(rows)[1][:, 1].mean() > 1.5 * whole.predict_proba(rows)[1][:, 1].mean()
+    labels = pa.table({"click": clicked, "buy": pa.array(bought, from_pandas=True).cast(pa.int8())})
+    again = vv.CTRMultiTaskClassifier(**settings).fit(rows, labels)
+    np.testing.assert_array_equal(first.predict_proba(rows), again.predict_proba(rows))
+    with pytest.raises(DataError, match=r"all rows lack a label(.|\n)*'buy'"):
+        vv.CTRMultiTaskClassifier(**settings).fit(rows, pd.DataFrame({"click": clicked, "buy": bought * np.nan}))
+    with pytest.raises(DataError, match="labels are 0 and 1, or missing"):
+        vv.CTRMultiTaskClassifier(**settings).fit(rows, np.column_stack([clicked, bought + 1]))
 
 
 def test_learns_several_labels() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Collection
 from typing import Final
 
@@ -42,6 +43,8 @@ _ELSEWHERE: Final[dict[str, tuple[str, ...]]] = {
     **dict.fromkeys(("minfreq", "mincount", "freqthreshold", "minfrequency"), ("min_count",)),
 }
 
+_NEAR: Final = 0.6
+
 
 def suggest_setting(name: str, known: Collection[str]) -> str:
     """Return a suggestion: the setting with the nearest spelling, or the equivalent of another library's name.
@@ -52,7 +55,19 @@ def suggest_setting(name: str, known: Collection[str]) -> str:
         >>> suggest_setting("batch_sise", ["batch_size", "lr"])
         "did you mean 'batch_size'?"
     """
+    meant = setting_meant(name, known)
+    return suggest(name, known) if meant is None else f"did you mean {meant!r}?"
+
+
+def setting_meant(name: str, known: Collection[str]) -> str | None:
+    """Return the setting that is almost spelt so, or another library calls so; None if there is none.
+
+    Example:
+        >>> setting_meant("learning_rate", ["batch_size", "lr"]), setting_meant("rows", ["batch_size", "lr"])
+        ('lr', None)
+    """
     for alias in _ELSEWHERE.get(name.lower().replace("_", "").replace("-", ""), ()):
         if alias in known:
-            return f"did you mean {alias!r}?"
-    return suggest(name, known)
+            return alias
+    near = difflib.get_close_matches(name, sorted(known), n=1, cutoff=_NEAR)
+    return near[0] if near else None

@@ -6,13 +6,14 @@ from typing import Any, Final, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, field_validator
 
-from viviane.config.aliases import suggest_setting
+from viviane.config.aliases import setting_meant, suggest_setting
 from viviane.core.errors import ConfigError, VivianeError
 from viviane.core.json_files import read_json
 from viviane.core.locations import AnyPath
 from viviane.core.yaml_files import is_yaml, read_yaml
 
 _SECRET_WORDS: Final = ("passw", "secret", "credential", "username", "user_name")
+_SHOWN: Final = 3
 _SECRET_FIX: Final = "remove it: users and passwords come only from variables of the environment"
 
 
@@ -106,7 +107,7 @@ def explain(error: ValidationError, kind: Any, where: str | None = None) -> Conf
         key = str(first["loc"][-1])
         if any(word in key.lower() for word in _SECRET_WORDS):  # the value must not reach logs
             return ConfigError(f"{name}: unknown key{more}", where=place, fix=_SECRET_FIX)
-        fix = suggest_setting(key, _fields_at(kind, first["loc"][:-1]))
+        fix = _misplaced(key, kind, first["loc"]) or suggest_setting(key, _fields_at(kind, first["loc"][:-1]))
         return ConfigError(f"{name}: unknown key{more}", where=place, value=shortened(first["input"]), fix=fix)
     if first["type"] == "missing":
         return ConfigError(f"{name}: a required key is missing{more}", where=place)
@@ -145,6 +146,24 @@ def _fields_at(kind: Any, path: tuple[int | str, ...]) -> set[str]:
         tagged = [one for one in kinds if getattr(one.model_fields.get("type"), "default", None) == part]
         kinds = deeper or tagged or kinds  # an index or a union's tag stays at the same level
     return {name for one in kinds for name in one.model_fields}
+
+
+def _misplaced(key: str, kind: Any, path: tuple[int | str, ...]) -> str | None:
+    """Return what to do with a key that belongs at the top or in another section; None where it may be misspelt."""
+    places: dict[str, dict[str, None]] = {}
+    for one in _settings_in(kind):
+        for section, field in one.model_fields.items():
+            places.setdefault(section, {})[f"{section!r} at the top level"] = None
+            for inner in _settings_in(field.annotation):
+                for name in inner.model_fields:
+                    places.setdefault(name, {})[f"{section}.{name}"] = None
+    siblings = _fields_at(kind, path[:-1])
+    if key not in places and setting_meant(key, siblings) is None:
+        key = setting_meant(key, places.keys() - siblings) or key
+    found = places.get(key, {})
+    if not found or f"{path[0]}.{key}" in found:  # another form of this section has it
+        return None
+    return f"did you mean {' or '.join(list(found)[:_SHOWN])}?"
 
 
 def _settings_in(annotation: Any) -> list[type[BaseModel]]:

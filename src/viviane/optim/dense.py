@@ -73,6 +73,10 @@ class DenseOptimizer(torch.optim.Optimizer):
         self.rule = rule
         super().__init__(params, {"lr": lr, "initial_lr": lr, "own_lr": own_lr, "step": 0, **defaults})
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Give what a copy gets: torch's optimizers keep only their state, groups and defaults."""
+        return {**super().__getstate__(), "rule": self.rule, "mover": self.mover}
+
     @property
     def state_names(self) -> tuple[str, ...]:
         """Names of the state of each parameter."""

@@ -197,6 +197,11 @@ def weights_of(sample_weight: Any, rows: int) -> NDArray[np.float64] | None:
     return weights
 
 
+def is_whole(value: Any) -> bool:
+    """Whether a value is a whole number of at least 1."""
+    return not isinstance(value, bool) and isinstance(value, Integral) and int(value) >= 1
+
+
 def check_numbers(estimator: Any) -> None:
     """Refuse settings of training that are out of range, by the estimator's own names for them.
 
@@ -205,7 +210,7 @@ def check_numbers(estimator: Any) -> None:
     """
     for name in ("epochs", "batch_size"):
         value = getattr(estimator, name)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, Integral) or value < 1):
+        if value is not None and not is_whole(value):
             raise ConfigError("not a whole number of at least 1", where=name, value=value, allowed="1 or more, None")
     for name in ("lr", "table_lr"):
         value = getattr(estimator, name)

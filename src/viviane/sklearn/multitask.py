@@ -81,11 +81,13 @@ class CTRMultiTaskClassifier(ClassifierMixin, TableEstimator):  # type: ignore[m
 
         Args:
             X: rows, as `CTRClassifier.fit` takes them.
-            y: labels of 0 and 1, (rows, labels): a frame, whose columns name them, or an array.
+            y: labels of 0 and 1, (rows, labels): a frame, whose columns name them, or an array. A missing value (None
+                or NaN), such as the conversion of a row without a click, counts neither in loss nor in metrics.
             sample_weight: of each row, (rows,).
 
         Raises:
-            DataError: y holds other values, or fewer than two labels. SchemaError: a label has a feature's name.
+            DataError: y holds other values, a label without any, or fewer than two labels.
+            SchemaError: a label has a feature's name.
         """
         check_numbers(self)
         table = self._table(X, reset=True)
@@ -97,7 +99,7 @@ class CTRMultiTaskClassifier(ClassifierMixin, TableEstimator):  # type: ignore[m
         first = next(iter(labels.values()))
         with tempfile.TemporaryDirectory(prefix="viviane-fit-") as folder:
             encoded = self._encode(table, labels, Path(folder), weight=weight)
-            member = named(self.model, Size.of(encoded.schema, first))
+            member = named(self.model, Size.of(encoded.schema, first[~np.isnan(first)]))
             given = {name: getattr(self, name) for name in ("epochs", "batch_size", "lr", "table_lr")}
             solver = {"device": self.device, "num_threads": self.num_threads or 1}
             member = replace(member, solver=solver, **{k: v for k, v in given.items() if v is not None})
@@ -130,10 +132,10 @@ class CTRMultiTaskClassifier(ClassifierMixin, TableEstimator):  # type: ignore[m
 
 
 def _labels(y: Any, rows: int) -> dict[str, NDArray[np.float64]]:
-    """Return labels by name.
+    """Return labels by name; NaN is a missing value.
 
     Raises:
-        DataError: other values than 0 and 1, another number of rows, or fewer than two labels.
+        DataError: other values than 0 and 1, none at all, another number of rows, or fewer than two labels.
     """
     if is_frame(y):
         table = as_table(y)
@@ -150,10 +152,14 @@ def _labels(y: Any, rows: int) -> dict[str, NDArray[np.float64]]:
     found = {}
     for name in table.column_names:
         try:
-            values = table.column(name).cast(pa.float64()).to_numpy()
+            values = table.column(name).cast(pa.float64()).to_numpy()  # missing values are NaN
         except ValueError as error:
             raise ConfigError("labels are 0 and 1", where=f"label {name!r}", value=str(error)) from error
-        if not np.isin(values, (0.0, 1.0)).all():
-            raise DataError("labels are 0 and 1", where=f"label {name!r}", value=np.unique(values)[:5].tolist())
+        known = values[~np.isnan(values)]
+        if not len(known):
+            raise DataError("all rows lack a label", where=f"label {name!r}", fix="leave this label out of y")
+        if not np.isin(known, (0.0, 1.0)).all():
+            value = np.unique(known)[:5].tolist()
+            raise DataError("labels are 0 and 1, or missing", where=f"label {name!r}", value=value)
         found[name] = values
     return found

@@ -14,9 +14,10 @@ from viviane.core.errors import ConfigError, DataError
 from viviane.core.whole_numbers import whole_numbers
 from viviane.etl import FittedEtl
 from viviane.metrics.calibrators import logit
+from viviane.metrics.ranking import ndcg
 from viviane.model import Model
 from viviane.schema import Schema
-from viviane.sklearn.base import TableEstimator, check_numbers, checked_share, column, say, weights_of
+from viviane.sklearn.base import TableEstimator, check_numbers, checked_share, column, is_whole, say, weights_of
 from viviane.sklearn.blend import blend
 from viviane.sklearn.members import Size, named
 from viviane.sklearn.table import GROUP, LABEL, Encoded, folds, own_name
@@ -101,14 +102,10 @@ class CTRRanker(TableEstimator):
         Raises:
             ConfigError: neither or both of qid and group. DataError: y holds other values than 0 and 1.
         """
-        if not isinstance(self.k, int) or self.k < 1:
-            raise ConfigError("k of NDCG is a number from 1", value=self.k)
+        self._check_k()
         check_numbers(self)
         table = self._table(X, reset=True)
-        relevance = column(y, table.num_rows, "y").astype(np.float64)
-        if not np.isin(relevance, (0.0, 1.0)).all() or len(np.unique(relevance)) < 2:
-            fix = "say from which grade on a row is relevant: y = grade >= 3"
-            raise DataError("y holds 0 and 1, both of them", value=np.unique(relevance)[:5].tolist(), fix=fix)
+        relevance = _relevance(y, table.num_rows)
         groups = _groups(qid, group, table.num_rows)
         weight = weights_of(sample_weight, table.num_rows)
         seed = self._seed()
@@ -133,6 +130,25 @@ class CTRRanker(TableEstimator):
     def predict(self, X: Any) -> NDArray[np.float64]:  # noqa: N803
         """Return scores, (rows,); of the rows of a group, the higher ones come first."""
         return logit(self._probabilities(X)[:, 0])
+
+    def score(self, X: Any, y: Any, *, qid: Any = None, group: Any = None) -> float:  # noqa: N803
+        """Return the mean over groups of NDCG@k; groups without a relevant row do not count.
+
+        Args:
+            X, y, qid, group: as in `fit`.
+
+        Raises:
+            ConfigError: neither or both of qid and group. DataError: y holds other values than 0 and 1.
+        """
+        self._check_k()
+        scores = self.predict(X)
+        relevance, groups = _relevance(y, len(scores)), _groups(qid, group, len(scores))
+        numbers = np.unique(groups, return_inverse=True)[1].astype(np.int64)
+        return ndcg(numbers, scores.astype(np.float32), relevance.astype(np.float32), self.k)
+
+    def _check_k(self) -> None:
+        if not is_whole(self.k):
+            raise ConfigError("k of NDCG is a number from 1", value=self.k)
 
 
 class _Without:
@@ -164,6 +180,14 @@ def _without(model: Model, encoded: Encoded, group: str, folder: Path) -> tuple[
     etl = Path(str(smaller.save(folder / "smaller" / encoded.etl.name)))
     plain = Schema(labels=kept.labels, dense=kept.dense, categorical=kept.categorical)
     return blend([model], [1.0], 0.0, plain, solver, model.name), etl
+
+
+def _relevance(y: Any, rows: int) -> NDArray[np.float64]:
+    relevance: NDArray[np.float64] = column(y, rows, "y").astype(np.float64)
+    if not np.isin(relevance, (0.0, 1.0)).all() or len(np.unique(relevance)) < 2:
+        fix = "say from which grade on a row is relevant: y = grade >= 3"
+        raise DataError("y holds 0 and 1, both of them", value=np.unique(relevance)[:5].tolist(), fix=fix)
+    return relevance
 
 
 def _groups(qid: Any, group: Any, rows: int) -> NDArray[Any]:

@@ -77,7 +77,7 @@ def encode(
 
     Args:
         table: the features.
-        labels: by name, none of them a feature's.
+        labels: by name, none of them a feature's; one with missing values, NaN, is optional.
         folder: an empty one, for what is written.
         weight: of each row.
         groups: of each row, such as its query; becomes a categorical column that no model reads.
@@ -90,7 +90,7 @@ def encode(
     if not table.num_rows:
         raise DataError("there are no rows to learn from")
     inferred = infer_with(table, labels, weight, groups, categories, numbers, min_count)
-    columns: dict[str, Any] = {name: pa.array(values) for name, values in labels.items()}
+    columns: dict[str, Any] = {name: pa.array(values, from_pandas=True) for name, values in labels.items()}
     if weight is not None:
         columns[own_name(WEIGHT, table.column_names)] = pa.array(weight)
     if groups is not None:
@@ -121,11 +121,14 @@ def infer_with(
     """Infer the declarative file of features with labels and the columns beside them."""
     whole = table
     for name, values in labels.items():
-        whole = whole.append_column(name, pa.array(values))
+        whole = whole.append_column(name, pa.array(values, from_pandas=True))
     inferred = infer_config(
         whole, list(labels), categories=categories, numbers=numbers, min_count=min_count
     )  # fmt: skip
     data = inferred.config.to_dict()
+    for spec in data["labels"]:
+        if np.isnan(labels[spec["name"]]).any():
+            spec["optional"] = True
     if weight is not None:
         name = own_name(WEIGHT, table.column_names)
         data["input"]["columns"].append({"name": name, "type": "float"})
