@@ -33,8 +33,8 @@ def make_storages(
         dynamic = next((table.name for table in tables if isinstance(table, DynamicTableConfig)), None)
         if dynamic is not None and dynamic in cache.tables:
             raise ConfigError(
-                "a dynamic table stays in memory", where=f"table {dynamic!r}",
-                fix="bound it by max_capacity and when_full='evict', and leave it out of embedding_memory",
+                "embedding_memory is of tables with num_rows, and a dynamic table has none", where=f"table {dynamic!r}",
+                fix="set its memory='file', or max_capacity and when_full='evict', and leave it out",
             )  # fmt: skip
     slots = {} if cache is None else slots_of_tables(plain, optimizer, cache)
     host_rows: dict[str, int] = {}
@@ -48,7 +48,7 @@ def make_storages(
             yield _cached(own, optimizer, device, seed, slots, host_rows, cache.folder)
     for table in tables:
         if isinstance(table, DynamicTableConfig):
-            yield DynamicStorage(table, optimizer, device, seed)
+            yield DynamicStorage(table, optimizer, device, seed, None if cache is None else cache.folder)
 
 
 def _cached(

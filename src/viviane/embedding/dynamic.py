@@ -5,6 +5,7 @@ Shapes: N keys of a call, K keys in the table, D numbers a row.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ class DynamicTable(DynamicStore):
         seed: of initial values, admission and stochastic rounding.
         device: of keys, rows and lookups; the table stays there. The same calls give the same rows, keys and counts on
             the CPU and on a GPU; values agree as those of `update_rows` and `initial_rows` do.
+        folder: of the files of rows, with memory="file"; None: that of temporary files.
 
     Example:
         >>> from viviane.config import SGD
@@ -56,6 +58,7 @@ class DynamicTable(DynamicStore):
         *,
         seed: int = 0,
         device: torch.device | str = "cpu",
+        folder: Path | None = None,
     ) -> None:
         rule = (table.optimizer or optimizer) if table.trainable else None
         if getattr(rule, "update", "local") == "global":
@@ -63,7 +66,7 @@ class DynamicTable(DynamicStore):
                 "update='global' would move rows that have no key", where=f"table {table.name!r}",
                 allowed="'local', 'lazy_global'",
             )  # fmt: skip
-        super().__init__(table, rule, seed, device)
+        super().__init__(table, rule, seed, device, folder)
         self._rounding = derive_seed(seed, "rounding", table.name) % 2**32
         self._pending: list[tuple[Tensor, Tensor]] = []
 

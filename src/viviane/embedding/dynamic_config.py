@@ -73,7 +73,9 @@ class DynamicOptions(Settings):
         absent: what a key without a row reads: "zero", or the "initial" values that it would begin with.
         memory: where the rows and state of a table on a GPU lie: "device" in the GPU's memory, "host" in pinned memory
             of the host, which kernels read and write over the bus, "split": the first `device_rows` rows in the GPU's
-            memory, the others in the host's. Keys are in the GPU's memory always.
+            memory, the others in the host's. Keys are in the GPU's memory always. On the CPU, "file": rows and state
+            lie in working files of `Solver.embedding_folder`, of which the system keeps the pages in use in memory;
+            keys are in memory. Numbers and checkpoints are the same.
         device_rows: for "split", rounded up to whole pages of 2 MiB.
     """
 
@@ -83,7 +85,7 @@ class DynamicOptions(Settings):
     eviction: Eviction = "lru"
     admission: AdmissionSettings | None = None
     absent: Literal["zero", "initial"] = "zero"
-    memory: Literal["device", "host", "split"] = "device"
+    memory: Literal["device", "file", "host", "split"] = "device"
     device_rows: int | None = Field(default=None, ge=1)
 
     @model_validator(mode="after")

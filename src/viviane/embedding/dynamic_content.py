@@ -86,8 +86,8 @@ def import_keys(table: DynamicStore, content: DynamicContent) -> None:
 def state_entries(table: DynamicStore, prefix: str) -> dict[str, Tensor]:
     """Return the table's part of a state_dict: all that a later run needs to continue bit for bit."""
     rows = table.index.rows_in_use()
-    parts = {"keys": table.index.keys[rows], "rows": rows, "weight": table.weight[rows]}
-    parts |= {f"state.{name}": part[rows] for name, part in table.state.items()}
+    parts = {"keys": table.index.keys[rows], "rows": rows, "weight": table.copied(table.weight, rows)}
+    parts |= {f"state.{name}": table.copied(part, rows) for name, part in table.state.items()}
     parts |= {"stamps": table.index.stamps[rows], "free": table.index.free_rows()}
     if table.index.uses is not None:
         parts["uses"] = table.index.uses[rows]

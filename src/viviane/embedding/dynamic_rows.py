@@ -9,16 +9,21 @@ nothing, and needs no room beside what the grown table takes.
 
 from __future__ import annotations
 
+from functools import partial
+from pathlib import Path
+from typing import Final
+
 import torch
 from torch import Tensor
 
 from viviane.config.optimizers import AnyOptimizer
 from viviane.core.errors import ConfigError
 from viviane.embedding.dynamic_config import DynamicTableConfig
-from viviane.ops.hash_table import Added, Reserved, initial_rows, rows_of_memory, start_rows
+from viviane.ops.hash_table import Added, MappedFile, Reserved, initial_rows, rows_of_disk, rows_of_memory, start_rows
 from viviane.ops.row_update import initial_state, state_row_bytes, state_shape
 
 _INDEX_BYTES = 64  # of a key: slots, stamp, uses, heap
+_COPIED_BYTES: Final = 8 << 20  # at once, of rows in a file
 
 
 class DynamicRows:
@@ -29,10 +34,16 @@ class DynamicRows:
         rule: its optimizer, or None.
         seed: of initial values.
         device: where lookups run.
+        folder: of the files of rows, with memory="file"; None: that of temporary files.
     """
 
     def __init__(
-        self, table: DynamicTableConfig, rule: AnyOptimizer | None, seed: int, device: torch.device | None = None
+        self,
+        table: DynamicTableConfig,
+        rule: AnyOptimizer | None,
+        seed: int,
+        device: torch.device | None = None,
+        folder: Path | None = None,
     ) -> None:
         self.table = table
         self.rule = rule
@@ -40,7 +51,13 @@ class DynamicRows:
         self.device = device or torch.device("cpu")
         if self.device.type not in ("cpu", "cuda"):
             raise ConfigError("dynamic tables know no such device", value=str(device), allowed="cpu, cuda")
-        if table.memory != "device" and self.device.type != "cuda":
+        self._make_file = partial(MappedFile, folder=folder) if table.memory == "file" else None
+        if table.memory == "file" and self.device.type != "cpu":
+            raise ConfigError(
+                "memory='file' is for tables on the CPU", where=f"table {table.name!r}", value=str(self.device),
+                fix="set memory='host' or 'split', or train with device='cpu'",
+            )  # fmt: skip
+        if table.memory in ("host", "split") and self.device.type != "cuda":
             raise ConfigError(
                 f"memory={table.memory!r} is for tables on a GPU", where=f"table {table.name!r}",
                 fix="build the table with device='cuda', or leave memory out",
@@ -48,8 +65,10 @@ class DynamicRows:
         self._initial = initial_state(rule)
         row_bytes = table.dim * table.torch_dtype.itemsize
         memory = self.device if table.memory == "device" else None
-        self.max_rows = table.max_capacity or rows_of_memory(
-            row_bytes + state_row_bytes(rule, table.dim) + _INDEX_BYTES, memory
+        whole_bytes = row_bytes + state_row_bytes(rule, table.dim)
+        self.max_rows = table.max_capacity or (
+            rows_of_memory(whole_bytes + _INDEX_BYTES, memory) if self._make_file is None
+            else rows_of_disk(whole_bytes, _INDEX_BYTES, folder)
         )  # fmt: skip
         self.null_row = self.max_rows
         self._guests = self.max_rows + 2
@@ -76,8 +95,9 @@ class DynamicRows:
         self._show(table.initial_capacity)
 
     def _reserve(self, num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
-        rows = {"device": None, "host": 0, "split": self.table.device_rows}[self.table.memory]
-        part = Reserved(num_rows * width, dtype, self.device, None if rows is None else rows * width)
+        rows = {"device": None, "file": None, "host": 0, "split": self.table.device_rows}[self.table.memory]
+        on_device = None if rows is None else rows * width
+        part = Reserved(num_rows * width, dtype, self.device, on_device, self._make_file)
         self._parts.append((part, width))
         return part.tensor
 
@@ -112,6 +132,20 @@ class DynamicRows:
         """Give rows fresh optimizer state."""
         for name, part in self.state.items():
             part.index_fill_(0, rows, self._initial[name])
+
+    def copied(self, part: Tensor, rows: Tensor) -> Tensor:
+        """Return a copy of some rows of `weight` or of a state; in a file again, piece by piece, with memory="file"."""
+        if self._make_file is None:
+            return part[rows]
+        width = part[:1].numel()
+        file = self._make_file(len(rows) * width, part.dtype)
+        if len(rows):
+            file.allocate(0, len(rows) * width * part.element_size())
+        copy = file.tensor.view(len(rows), *part.shape[1:])
+        step = max(1, _COPIED_BYTES // (width * part.element_size()))
+        for first in range(0, len(rows), step):
+            copy[first : first + step] = part[rows[first : first + step]]
+        return copy
 
     def fill_absent(self, rows: Tensor, keys: Tensor) -> None:
         """Point absent keys (row -1) to what they read, in place; valid until the next call."""

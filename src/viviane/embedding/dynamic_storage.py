@@ -6,6 +6,7 @@ Shapes: N keys of a batch, U distinct rows, D the width.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,17 +39,25 @@ class DynamicStorage(TableStorage):
         optimizer: the rule, where the settings have none.
         device: where the rows are.
         seed: of initial values, admission and stochastic rounding.
+        folder: of the files of rows, with memory="file"; None: that of temporary files.
     """
 
     is_dynamic = True
 
-    def __init__(self, table: DynamicTableConfig, optimizer: AnyOptimizer, device: torch.device, seed: int) -> None:
+    def __init__(
+        self,
+        table: DynamicTableConfig,
+        optimizer: AnyOptimizer,
+        device: torch.device,
+        seed: int,
+        folder: Path | None = None,
+    ) -> None:
         super().__init__()
         self.tables: dict[str, DynamicTableConfig] = {table.name: table}
         self.dim = table.dim
         self.dtype = table.torch_dtype
         self._hidden = (
-            DynamicTable(table, optimizer, seed=seed, device=device),
+            DynamicTable(table, optimizer, seed=seed, device=device, folder=folder),
         )  # nn.Module does not register what is inside a tuple
         self._pending: list[RowGradients] = []
         self._summed: tuple[Tensor, Tensor] | None = None

@@ -6,6 +6,7 @@ Shapes: N keys of a call, D numbers a row.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -35,17 +36,23 @@ class DynamicStore(nn.Module):
         rule: optimizer whose state is kept beside the rows, or None.
         seed: of initial values and admission.
         device: of keys, rows and lookups.
+        folder: of the files of rows, with memory="file"; None: that of temporary files.
     """
 
     def __init__(
-        self, table: DynamicTableConfig, rule: AnyOptimizer | None, seed: int, device: torch.device | str = "cpu"
+        self,
+        table: DynamicTableConfig,
+        rule: AnyOptimizer | None,
+        seed: int,
+        device: torch.device | str = "cpu",
+        folder: Path | None = None,
     ) -> None:
         super().__init__()
         self.lock = TableLock()
         self.device = torch.device(device)
         self.table = table
         self.rule = rule
-        self._values = DynamicRows(table, self.rule, table_seed(seed, table.name), self.device)
+        self._values = DynamicRows(table, self.rule, table_seed(seed, table.name), self.device, folder)
         self.index = make_index(
             self._values.max_rows,
             order=_ORDERS[table.eviction] if table.when_full == "evict" else "none",
@@ -308,6 +315,10 @@ class DynamicStore(nn.Module):
     def _is_padding(self, keys: Tensor) -> Tensor:
         assert self.table.padding_id is not None
         return torch.eq(keys.to(torch.int64), self.table.padding_id)
+
+    def copied(self, part: Tensor, rows: Tensor) -> Tensor:
+        """Return a copy of some rows of `weight` or of a state; in a file again, with memory="file"."""
+        return self._values.copied(part, rows)
 
     def gather(self, rows: Tensor) -> Tensor:
         """Return the vectors of rows, (N, D)."""

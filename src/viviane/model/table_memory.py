@@ -12,7 +12,7 @@ from viviane.config.memory_sizes import num_bytes
 from viviane.core.errors import ConfigError, suggest
 from viviane.core.logging import get_logger
 from viviane.core.machine import free_memory
-from viviane.embedding import TableConfig
+from viviane.embedding import DynamicTableConfig, TableConfig
 from viviane.embedding.cache_sizes import CacheSettings, slot_bytes, slots_of_tables, table_bytes
 
 _log = get_logger("model")
@@ -28,7 +28,8 @@ def table_memory(
     device: torch.device,
     num_processes: int = 1,
 ) -> dict[str, CacheSettings]:
-    """Return the memory of the tables of each collection; collections whose tables are whole in memory are left out.
+    """Return the memory of the tables of each collection; collections whose tables are whole in memory are left out,
+    but for those with dynamic tables in files of `embedding_folder`.
 
     Args:
         tables: settings of the tables, by collection.
@@ -49,8 +50,10 @@ def table_memory(
             fix="leave it out: embedding_memory is host memory on a CPU",
         )  # fmt: skip
     settings = _chosen(joined, optimizer, device, num_processes) if given is None else _given(given, tables)
+    folder = None if solver.embedding_folder is None else Path(solver.embedding_folder)
+    in_files = {node for node, every in tables.items() if any(_is_in_file(one) for one in every)} if folder else set()
     if settings is None:
-        return {}
+        return {node: CacheSettings(folder=folder) for node in in_files}
     slots = slots_of_tables(joined, optimizer, settings)
     found = {}
     for node, every in own.items():
@@ -59,13 +62,15 @@ def table_memory(
             for one in every
             if slots[f"{node}.{one.name}"] < one.num_rows
         }
-        if sizes:
-            folder = solver.embedding_folder
-            place = None if folder is None else Path(folder)
+        if sizes or node in in_files:
             found[node] = CacheSettings(
-                tables=sizes, folder=place, host_memory=_host_share(solver, own, node, optimizer)
+                tables=sizes, folder=folder, host_memory=_host_share(solver, own, node, optimizer)
             )
     return found
+
+
+def _is_in_file(table: object) -> bool:
+    return isinstance(table, DynamicTableConfig) and table.memory == "file"
 
 
 def _host_share(
@@ -91,8 +96,9 @@ def _given(given: int | str | Mapping[str, int | str], tables: Mapping[str, Sequ
         for node, table in own:
             if not isinstance(names[node, table], TableConfig):
                 raise ConfigError(
-                    "a dynamic table stays in memory", where=f"embedding_memory of table {table!r}",
-                    fix="bound it by max_capacity and when_full='evict', and leave it out of embedding_memory",
+                    "embedding_memory is of tables with num_rows, and a dynamic table has none",
+                    where=f"embedding_memory of table {table!r}",
+                    fix="set its memory='file', or max_capacity and when_full='evict', and leave it out",
                 )  # fmt: skip
             sizes[f"{node}.{table}"] = size
     return CacheSettings(tables=sizes)

@@ -70,7 +70,7 @@ class ShardedTables(TableCollection):
         self.shards = {name: shards_of(plan.table(name), table) for name, table in self.tables.items()}
         mine = [one for shards in self.shards.values() for one in shards if one.rank == self.group.rank]
         copies = [one for shards in self.shards.values() for one in shards if one.rank is None]
-        if cache is not None and deduplicate_ids:
+        if cache is not None and (cache.tables or cache.memory is not None) and deduplicate_ids:
             fix = "leave out deduplicate_ids or embedding_memory"
             raise ConfigError("tables in tiers cannot send distinct rows", where="deduplicate_ids", fix=fix)
         self.own = self._part(mine, [p for p in self.pieces if p.shard.rank == self.group.rank], wire_dtype, cache)

@@ -27,13 +27,14 @@ from viviane.ops.hash_table.index import (
     stamp_of,
 )
 from viviane.ops.hash_table.marks import Marks
-from viviane.ops.hash_table.reserve import MOST_ROWS, Reserved, reserved, rows_of_memory
+from viviane.ops.hash_table.reserve import MOST_ROWS, MappedFile, Reserved, reserved, rows_of_disk, rows_of_memory
 from viviane.ops.row_update import check_table
 
 __all__ = [
     "Added",
     "Inserted",
     "KeyIndex",
+    "MappedFile",
     "Marks",
     "Order",
     "Reserved",
@@ -44,6 +45,7 @@ __all__ = [
     "make_index",
     "make_marks",
     "reserved",
+    "rows_of_disk",
     "rows_of_memory",
     "stamp_of",
     "start_rows",

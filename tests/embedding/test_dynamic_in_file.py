@@ -1,0 +1,112 @@
+"""Dynamic tables whose rows lie in files: the bits of tables in memory, and what a full disk or another device says."""
+
+import os
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from viviane.config import SGD, AdaGrad, Adam, Ftrl, RMSProp
+from viviane.core.errors import ConfigError, VivianeError
+from viviane.embedding import DynamicTable, DynamicTableConfig, EmbeddingCollection, FeatureConfig
+from viviane.embedding.cache_sizes import CacheSettings
+from viviane.ops.hash_table import MappedFile, reserve
+
+RULES = [
+    SGD(), SGD(momentum=0.9), AdaGrad(), AdaGrad(row_wise=True), RMSProp(), Adam(), Adam(update="lazy_global"),
+    Ftrl(lambda1=0.01),
+]  # fmt: skip
+KEYS = st.lists(st.lists(st.integers(-9, 9).map(lambda k: k * 10**15 + k), min_size=1, max_size=12), max_size=8)
+
+
+def _pair(rule, folder, **options):
+    options = {"name": "item", "dim": 3, "init": "normal", "initial_capacity": 2} | options
+    return [
+        DynamicTable(DynamicTableConfig(memory=memory, **options), rule, seed=5, folder=folder)
+        for memory in ("device", "file")
+    ]
+
+
+def _assert_equal(one, other):
+    ours, theirs = one.state_dict(), other.state_dict()
+    assert ours.keys() == theirs.keys()
+    for name, part in ours.items():
+        assert part.dtype == theirs[name].dtype, name
+        assert torch.equal(part, theirs[name]), name
+
+
+def _train(tables, keys):
+    for table in tables:
+        out = table(torch.tensor(keys))
+        (out * torch.arange(1.0, out.numel() + 1).view_as(out).sin()).sum().backward()
+        table.step(lr=0.1)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=str)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_rows_and_state_are_those_of_a_table_in_memory(rule, dtype, tmp_path):
+    tables = _pair(rule, tmp_path, dtype=dtype)
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(6):
+        _train(tables, (torch.randint(-40, 40, (30,), generator=generator) * 10**12).tolist())
+    _assert_equal(*tables)
+    assert len(tables[0]) > 40
+    assert not list(tmp_path.iterdir()), "the working files have no names"
+
+
+@settings(max_examples=15, deadline=None)
+@given(steps=KEYS, admission=st.sampled_from([None, {"type": "count", "count": 2}, {"type": "filter", "count": 2}]),
+       eviction=st.sampled_from(["lru", "lfu", "epoch_lru"]), absent=st.sampled_from(["zero", "initial"]))  # fmt: skip
+def test_any_sequence_with_admission_eviction_and_loading(steps, admission, eviction, absent):
+    options = {"max_capacity": 13, "when_full": "evict", "eviction": eviction, "admission": admission, "absent": absent}
+    tables = _pair(Adam(), None, **options)
+    for number, keys in enumerate(steps):
+        _train(tables, keys)
+        if number % 3 == 2:  # as a resumed run does, each from the other's content
+            saved = [table.state_dict() for table in tables]
+            tables = _pair(Adam(), None, **options)
+            for table, content in zip(tables, reversed(saved), strict=True):
+                table.load_state_dict(content)
+    _assert_equal(*tables)
+
+
+def test_a_copy_in_pieces_is_the_whole(tmp_path, monkeypatch):
+    monkeypatch.setattr("viviane.embedding.dynamic_rows._COPIED_BYTES", 40)
+    tables = _pair(AdaGrad(row_wise=True), tmp_path)
+    _train(tables, list(range(50)))
+    _assert_equal(*tables)
+    empty = _pair(AdaGrad(row_wise=True), tmp_path)
+    _assert_equal(*empty)
+
+
+def test_a_collection_uses_the_folder(tmp_path):
+    table = DynamicTableConfig(name="user", dim=2, memory="file")
+    where = CacheSettings(folder=tmp_path / "rows")
+    emb = EmbeddingCollection([table], [FeatureConfig(name="user", table="user")], SGD(), cache=where)
+    assert (tmp_path / "rows").is_dir()
+    emb({"user": torch.tensor([7, 10**14])}).flat.sum().backward()
+    emb.step(lr=0.5)
+    assert len(emb.dynamic_table("user")) == 2
+
+
+def test_a_full_disk_is_an_error(tmp_path, monkeypatch):
+    def full(file, first, count):
+        raise OSError(28, "No space left on device")
+
+    vector = MappedFile(1 << 20, torch.float32, tmp_path)
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(VivianeError, match="no disk is left"):
+        vector.allocate(0, 4096)
+
+
+def test_rows_are_limited_by_the_disk_and_the_memory_of_keys(tmp_path):
+    assert reserve.rows_of_disk(2**62, 1, tmp_path / "not" / "there") == 1
+    assert reserve.rows_of_disk(1, 64, tmp_path) <= reserve.rows_of_memory(64)
+
+
+def test_another_device_is_refused(monkeypatch):
+    from viviane.embedding.dynamic_rows import DynamicRows
+
+    with pytest.raises(ConfigError, match="memory='file' is for tables on the CPU"):
+        DynamicRows(DynamicTableConfig(name="t", dim=1, memory="file"), SGD(), 0, torch.device("cuda"))
