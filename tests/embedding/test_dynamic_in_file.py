@@ -1,5 +1,6 @@
 """Dynamic tables whose rows lie in files: the bits of tables in memory, and what a full disk or another device says."""
 
+import errno
 import os
 
 import pytest
@@ -9,8 +10,8 @@ from hypothesis import strategies as st
 
 from viviane.config import SGD, AdaGrad, Adam, Ftrl, RMSProp
 from viviane.core.errors import ConfigError, VivianeError
-from viviane.embedding import DynamicTable, DynamicTableConfig, EmbeddingCollection, FeatureConfig
-from viviane.embedding.cache_sizes import CacheSettings
+from viviane.embedding import DynamicTable, DynamicTableConfig, EmbeddingCollection, FeatureConfig, TableConfig
+from viviane.embedding.cache_sizes import CacheSettings, divided
 from viviane.ops.hash_table import MappedFile, reserve
 
 RULES = [
@@ -110,3 +111,57 @@ def test_another_device_is_refused(monkeypatch):
 
     with pytest.raises(ConfigError, match="memory='file' is for tables on the CPU"):
         DynamicRows(DynamicTableConfig(name="t", dim=1, memory="file"), SGD(), 0, torch.device("cuda"))
+
+
+def test_a_full_disk_is_an_error_that_changes_no_key(tmp_path, monkeypatch):
+    _, table = _pair(Adam(), tmp_path, initial_capacity=4)
+    table.insert_or_assign(torch.arange(4), torch.ones(4, 3))
+    before = table.state_dict()
+    taken = os.posix_fallocate
+
+    def full(*arguments):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    many = torch.arange(10_000)
+    for use in (lambda: table.insert_or_assign(many, torch.ones(10_000, 3)), lambda: table.train()(many)):
+        with pytest.raises(VivianeError, match=r"no disk is left(.|\n)*No space left"):
+            use()
+    assert len(table) == 4
+    monkeypatch.setattr(os, "posix_fallocate", taken)
+    table.release()
+    assert torch.equal(before["weight"], table.state_dict()["weight"])
+    table.insert_or_assign(many, torch.ones(10_000, 3))
+    assert len(table) == 10_000
+
+
+def placed_in(table: DynamicTableConfig, cache: CacheSettings) -> str:
+    own = EmbeddingCollection(
+        [TableConfig(name="a", num_rows=100, dim=2), table],
+        [FeatureConfig(name="a", table="a"), FeatureConfig(name="b", table="b")], SGD(), cache=cache,
+    )  # fmt: skip
+    return own.dynamic_table("b").table.memory
+
+
+def test_collections_place_dynamic_tables_by_their_memory(tmp_path):
+    bounded = DynamicTableConfig(name="b", dim=2, max_capacity=100)
+    unbounded = DynamicTableConfig(name="b", dim=2)
+    # 26 bytes a row: 8 of numbers, and 18 as in a cache.
+    for table, given_memory, place in [
+        (bounded, {"tables": {"b": 2600}}, "device"),
+        (bounded, {"tables": {"b": 2599}}, "file"),
+        (unbounded, {"tables": {"b": "1 GiB"}}, "file"),
+        (unbounded, {"tables": {"a": 260}}, "device"),
+        (bounded, {"memory": 5200}, "device"),
+        (bounded, {"memory": 5000}, "file"),
+        (unbounded, {"memory": "1 GiB"}, "file"),
+    ]:
+        assert placed_in(table, CacheSettings(folder=tmp_path, **given_memory)) == place, given_memory
+
+
+def test_what_a_dynamic_table_does_not_need_goes_to_the_others():
+    fixed, dynamic = TableConfig(name="a", num_rows=1000, dim=2), DynamicTableConfig(name="b", dim=2, max_capacity=10)
+    left, short = divided([fixed, dynamic], SGD(), CacheSettings(memory=26 * 110))
+    assert (left.memory, short) == (26 * 100, {})
+    left, short = divided([fixed, dynamic], SGD(), CacheSettings(memory=26 * 110, tables={"b": 26 * 5, "a": 26 * 7}))
+    assert (left.memory, left.tables, short) == (26 * 105, {"a": 26 * 7}, {"b": 26 * 5})

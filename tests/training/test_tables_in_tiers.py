@@ -18,10 +18,12 @@ from viviane.config import AdaGrad, Adam, Solver
 from viviane.core.errors import ConfigError
 from viviane.data import Dataset, write_dataset
 from viviane.embedding import CachedStorage
+from viviane.embedding.dynamic_storage import DynamicStorage
 from viviane.embedding.module_parts import collections_of
 from viviane.model import DenseLayer, Input, Model, SparseEmbedding
 from viviane.schema import Schema
 from viviane.training import Callback, read_manifest
+from viviane.zoo import DeepFM
 
 SCHEMA = Schema(
     labels=[{"name": "click"}],
@@ -150,6 +152,44 @@ def test_a_checkpoint_of_either_kind_resumes_in_the_other(data: Path, tmp_path: 
     resumed_in = None if saved_in else MEMORY
     fit(data, run, epochs=1, resume=True, embedding_memory=resumed_in)
     assert files_of(run) == files_of(tmp_path / "straight")
+
+
+RAW = Schema(
+    labels=[{"name": "click"}], dense=[{"name": "price"}],
+    categorical=[{"name": "user", "num_ids": None}, {"name": "item", "num_ids": 400}],
+)  # fmt: skip
+
+
+def fit_raw(data: Path, run: Path, *, resume: bool = False, **solver: Any) -> tuple[Model, Any]:
+    """Train on raw ids: the table of users is dynamic."""
+    model = Model(Solver(batch_size=32, lr=0.01, device="cpu", checkpoint_every=8, **solver), RAW, name="raw")
+    model.add(DeepFM(dim=4, deep_mlp=[8]))
+    model.compile(Adam())
+    return model, model.fit(Dataset(data / "train", RAW), run_folder=run, resume=resume, epochs=1)
+
+
+@pytest.mark.parametrize("memory", [{"user": "2 kB"}, "20 kB"], ids=["by table", "of all"])
+def test_dynamic_tables_in_files_are_those_in_memory(data: Path, tmp_path: Path, memory: Any) -> None:
+    rows = make_rows(512, 5)
+    rows["user"] = rows["user"].astype("int64") * 10**15 - 7
+    write_dataset(tmp_path / "raw" / "train", RAW, [{name: rows[name] for name in RAW.column_names}])
+    raw, work = tmp_path / "raw", tmp_path / "work"
+    truth, expected = fit_raw(raw, tmp_path / "memory")
+    model, history = fit_raw(raw, tmp_path / "file", embedding_memory=memory, embedding_folder=str(work))
+    kinds = [
+        one.table.table.memory
+        for part in collections_of(model.module).values()
+        for one in part.all_storages()
+        if isinstance(one, DynamicStorage)
+    ]
+    assert set(kinds) == {"file"}
+    assert list(work.glob("*")) == []
+    assert comparable(history) == comparable(expected)
+    assert files_of(tmp_path / "file") == files_of(tmp_path / "memory")
+    assert (model.predict(Dataset(raw / "train")) == truth.predict(Dataset(raw / "train"))).all()
+    fit_raw(raw, tmp_path / "again", max_steps=9)
+    fit_raw(raw, tmp_path / "again", resume=True, embedding_memory=memory)
+    assert files_of(tmp_path / "again") == files_of(tmp_path / "memory")
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ import typer
 from viviane.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from viviane.cli.plan_tiers import Placed
+    from viviane.cli.plan_tiers import Placed, PlacedDynamic
     from viviane.cli.train_config import TrainConfig
     from viviane.data import Dataset
     from viviane.model.graph import GraphPlan
@@ -45,7 +45,7 @@ def command(
     link_gb_per_s: Annotated[float | None, typer.Option(help="Speed between devices; else measured.")] = None,
 ) -> None:
     """Choose where tables go, print bytes, expected time and balance for each process; for one process by default."""
-    from viviane.cli.plan_tiers import placed_tables, show_tiers
+    from viviane.cli.plan_tiers import placed_tables, show_dynamic, show_tiers
     from viviane.cli.train_config import read_train_config
     from viviane.core.device import resolve_device
     from viviane.core.files import write_bytes_atomic, write_json_atomic
@@ -63,13 +63,16 @@ def command(
     graph = settings.build(data.schema).plan()
     options = _DeviceOptions(memory_gb, memory_gb_per_s, link_gb_per_s)
     machine = _machine("cuda" if gpus else settings.solver.device, count, options, may_be_elsewhere=gpus is not None)
-    placed = []
+    placed: list[Placed] = []
+    dynamic: list[PlacedDynamic] = []
     if gpus is None:
-        placed = placed_tables(settings, graph, data, resolve_device(settings.solver.device), count)
+        placed, dynamic = placed_tables(settings, graph, data, resolve_device(settings.solver.device), count)
     if placed:
         show_tiers(placed, settings.solver.embedding_folder)
-        in_memory = sum(one.slots * one.slot_bytes for one in placed)
-        machine = replace(machine, memory_bytes=machine.memory_bytes + _in_tiers(placed) - in_memory)
+    show_dynamic(dynamic)
+    in_memory = sum(one.slots * one.slot_bytes for one in placed)
+    outside = _in_tiers(placed) - in_memory + sum(one.most_bytes or 0 for one in dynamic)
+    machine = replace(machine, memory_bytes=machine.memory_bytes + outside)
     planned = _planner(settings, graph, data, count, machine).best()
     _show(planned)
     if output is not None:

@@ -6,7 +6,7 @@ import os
 import tempfile
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,10 @@ if TYPE_CHECKING:
     import torch
 
     from viviane.cli.train_config import TrainConfig
+    from viviane.config import AnyOptimizer
     from viviane.data import Dataset
+    from viviane.embedding.cache_sizes import CacheSettings
+    from viviane.embedding.dynamic_config import DynamicTableConfig
     from viviane.model.graph import GraphPlan
 
 _ROWS_LOOKED_AT = 200_000
@@ -47,9 +50,24 @@ class Placed:
     missing: float
 
 
+@dataclass(frozen=True)
+class PlacedDynamic:
+    """A dynamic table whose rows need not be in the memory of its device.
+
+    Args:
+        name: "<collection>.<table>".
+        most_bytes: of all rows of max_capacity, with their optimizer state; None: it has no max_capacity.
+        place: where its rows are.
+    """
+
+    name: str
+    most_bytes: int | None
+    place: str
+
+
 def placed_tables(
     settings: TrainConfig, graph: GraphPlan, data: Dataset, device: torch.device, processes: int
-) -> list[Placed]:
+) -> tuple[list[Placed], list[PlacedDynamic]]:
     """Return the tables that training would keep in tiers, as `Model.compile` places them; logs why."""
     from viviane.embedding import TableConfig
     from viviane.embedding.cache_sizes import row_layout, rule_of_table, slot_bytes, slots_of_tables
@@ -57,10 +75,14 @@ def placed_tables(
 
     rule = settings.embedding_optimizer or settings.optimizer
     tables = {node: own.tables for node, own in graph.tables.items()}
-    found, counts = [], None
+    found, counts, dynamic = [], None, []
     for node, cache in table_memory(tables, rule, settings.solver, device, processes).items():
+        for table in tables[node]:
+            if not isinstance(table, TableConfig) and table.name in cache.tables:
+                dynamic.append(_placed_dynamic(f"{node}.{table.name}", table, rule, cache, device.type))
         own = [one for one in tables[node] if isinstance(one, TableConfig) and one.name in cache.tables]
-        slots = slots_of_tables(own, rule, cache)
+        sizes = {one.name: cache.tables[one.name] for one in own}
+        slots = slots_of_tables(own, rule, replace(cache, tables=sizes))
         for table in own:
             columns = [one.name for one in graph.tables[node].features if one.table == table.name]
             if counts is None:
@@ -70,7 +92,29 @@ def placed_tables(
             size = row_layout(table, rule_of_table(table, rule)).row_bytes
             name = f"{node}.{table.name}"
             found.append(Placed(name, table.num_rows, slots[table.name], slot_bytes(table, rule), size, hits, missing))
-    return found
+    return found, dynamic
+
+
+def _placed_dynamic(
+    name: str, table: DynamicTableConfig, rule: AnyOptimizer, cache: CacheSettings, device_type: str
+) -> PlacedDynamic:
+    from viviane.config.memory_sizes import num_bytes
+    from viviane.embedding.cache_sizes import placed, table_bytes
+
+    own = placed(table, rule, num_bytes(cache.tables[table.name], name), device_type)
+    place = {
+        "file": "in a working file, of which the system keeps in memory what it has room for",
+        "host": "in host memory",
+        "split": f"the first {own.device_rows or 0:,} on the GPU, the others in host memory",
+    }[own.memory]
+    return PlacedDynamic(name, None if table.max_capacity is None else table_bytes(table, rule), place)
+
+
+def show_dynamic(placed: list[PlacedDynamic]) -> None:
+    """Print where rows of dynamic tables are."""
+    for one in placed:
+        size = "without max_capacity" if one.most_bytes is None else f"up to {one.most_bytes / 1e9:.3f} GB"
+        typer.echo(f"dynamic table {one.name}, {size}: rows are {one.place}")
 
 
 def show_tiers(placed: list[Placed], folder: str | None) -> None:

@@ -1,10 +1,14 @@
-"""How much of each table a training cache holds: the memory given, shared out among tables."""
+"""How much of each table is in memory: the memory given, shared out among tables.
+
+Rows of a table of fixed size that memory does not hold lie in tiers below a cache. Those of a dynamic table lie in a
+working file that the system maps into memory, or, beside a GPU, in host memory that its kernels read.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
@@ -13,6 +17,8 @@ from viviane.config.optimizers import AnyOptimizer
 from viviane.core.errors import ConfigError, suggest
 from viviane.core.machine import free_memory
 from viviane.embedding.config import TableConfig
+from viviane.embedding.dynamic_config import AnyTable, DynamicTableConfig
+from viviane.ops.hash_table.reserve import MOST_ROWS
 from viviane.ops.rules import rule_of
 from viviane.store import Column, RowLayout
 
@@ -39,7 +45,7 @@ class CacheSettings:
     host_memory: MemorySize | None = None
 
 
-def row_layout(table: TableConfig, rule: AnyOptimizer | None) -> RowLayout:
+def row_layout(table: AnyTable, rule: AnyOptimizer | None) -> RowLayout:
     """Return the columns of a table's rows with the state of their optimizer.
 
     Example:
@@ -56,17 +62,22 @@ def row_layout(table: TableConfig, rule: AnyOptimizer | None) -> RowLayout:
     return RowLayout(columns)
 
 
-def rule_of_table(table: TableConfig, optimizer: AnyOptimizer) -> AnyOptimizer | None:
+def rule_of_table(table: AnyTable, optimizer: AnyOptimizer) -> AnyOptimizer | None:
     """Return the rule that moves a table."""
     return (table.optimizer or optimizer) if table.trainable else None
 
 
-def table_bytes(table: TableConfig, optimizer: AnyOptimizer) -> int:
+def most_rows(table: AnyTable) -> int:
+    """Return the rows of a table, at most; of a dynamic one without max_capacity, what any table can have."""
+    return table.num_rows if isinstance(table, TableConfig) else table.max_capacity or MOST_ROWS
+
+
+def table_bytes(table: AnyTable, optimizer: AnyOptimizer) -> int:
     """Return the bytes of all rows of a table with the state of their optimizer."""
-    return table.num_rows * row_layout(table, rule_of_table(table, optimizer)).row_bytes
+    return most_rows(table) * row_layout(table, rule_of_table(table, optimizer)).row_bytes
 
 
-def slot_bytes(table: TableConfig, optimizer: AnyOptimizer) -> int:
+def slot_bytes(table: AnyTable, optimizer: AnyOptimizer) -> int:
     """Return the bytes of a row in a cache: with its optimizer state, and what is noted of its slot."""
     return slot_bytes_of(row_layout(table, rule_of_table(table, optimizer)))
 
@@ -74,6 +85,61 @@ def slot_bytes(table: TableConfig, optimizer: AnyOptimizer) -> int:
 def slot_bytes_of(layout: RowLayout) -> int:
     """Return the bytes of a row in a cache, from its layout."""
     return layout.row_bytes + _SLOT_BYTES
+
+
+def divided(
+    tables: Sequence[AnyTable], optimizer: AnyOptimizer, settings: CacheSettings
+) -> tuple[CacheSettings, dict[str, int]]:
+    """Divide memory between the tables of fixed size and the dynamic ones.
+
+    Returns:
+        the settings of the tables of fixed size; and bytes of each dynamic table that may need more than it gets.
+
+    Example:
+        >>> from viviane.config import SGD
+        >>> fixed, dynamic = TableConfig(name="a", num_rows=10**6, dim=2), DynamicTableConfig(name="b", dim=2)
+        >>> divided([fixed, dynamic], SGD(), CacheSettings(memory=52_000))
+        (CacheSettings(memory=26000, tables={}, folder=None, host_memory=None), {'b': 26000})
+    """
+    dynamic = {one.name: one for one in tables if isinstance(one, DynamicTableConfig) and one.memory == "device"}
+    costs = {one.name: slot_bytes(one, optimizer) for one in tables}
+    sizes = {
+        name: num_bytes(settings.tables[name], f"embedding_memory of table {name!r}")
+        for name in dynamic
+        if name in settings.tables
+    }
+    memory = None if settings.memory is None else num_bytes(settings.memory, "embedding_memory")
+    if memory is not None and dynamic:
+        given = [name for name in settings.tables if name in costs and name not in dynamic]
+        left = memory - sum(sizes.values())
+        left -= sum(num_bytes(settings.tables[name], f"embedding_memory of table {name!r}") for name in given)
+        own = {one.name: most_rows(one) for one in tables if one.name not in settings.tables}
+        shares = _shared_out(own, costs, left)
+        sizes |= {name: rows * costs[name] for name, rows in shares.items() if name in dynamic}
+        memory -= sum(sizes.values())
+    fixed = {name: size for name, size in settings.tables.items() if name not in dynamic}
+    short = {name: size for name, size in sizes.items() if size < most_rows(dynamic[name]) * costs[name]}
+    return replace(settings, memory=memory, tables=fixed), short
+
+
+def placed(table: DynamicTableConfig, optimizer: AnyOptimizer, size: int, device_type: str) -> DynamicTableConfig:
+    """Return a dynamic table whose rows lie partly outside of the memory of its device.
+
+    Args:
+        size: bytes of that memory.
+        device_type: on a GPU the first rows are in its memory, the others in the host's; on the CPU all are in a file,
+            of which the system keeps in memory what it has room for.
+
+    Example:
+        >>> from viviane.config import SGD
+        >>> table = placed(DynamicTableConfig(name="b", dim=2), SGD(), 2600, "cuda")
+        >>> table.memory, table.device_rows
+        ('split', 100)
+    """
+    if device_type == "cpu":
+        return table.model_copy(update={"memory": "file"})
+    rows = size // slot_bytes(table, optimizer)
+    return table.model_copy(update={"memory": "split", "device_rows": rows} if rows else {"memory": "host"})
 
 
 def slots_of_tables(tables: Sequence[TableConfig], optimizer: AnyOptimizer, settings: CacheSettings) -> dict[str, int]:

@@ -299,9 +299,8 @@ class EmbeddingCollection(LocalCollection):
 
     @property
     def looks_ahead(self) -> bool:
-        """Whether `resolve_ahead` can fetch rows; a GPU gives keys of dynamic tables rows when their batch comes."""
-        on_host = self.device.type == "cpu" or not any(one.is_dynamic for one in self.all_storages())
-        return self.has_tiers and on_host
+        """Whether `resolve_ahead` can fetch rows; keys of dynamic tables are counted when their batch comes."""
+        return self.has_tiers and not any(one.is_dynamic for one in self.all_storages())
 
     def resolve_ahead(self, batch: AnyKeys, host: AnyKeys | None = None) -> bool:
         """Begin to fetch the rows of a batch that will be trained on; for the next lookup of the same object.

@@ -10,7 +10,7 @@ import torch
 
 from viviane.config.optimizers import AnyOptimizer
 from viviane.core.errors import ConfigError
-from viviane.embedding.cache_sizes import CacheSettings, host_rows_of_tables, slots_of_tables
+from viviane.embedding.cache_sizes import CacheSettings, divided, host_rows_of_tables, placed, slots_of_tables
 from viviane.embedding.cached_storage import CachedStorage, file_tiers, host_tiers, mapped_tiers
 from viviane.embedding.config import TableConfig
 from viviane.embedding.dynamic_config import AnyTable, DynamicTableConfig
@@ -29,13 +29,9 @@ def make_storages(
 ) -> Iterator[TableStorage]:
     """Make the storages: one for each width and type, one for each dynamic table."""
     plain = [table for table in tables if isinstance(table, TableConfig)]
+    short: dict[str, int] = {}
     if cache is not None:
-        dynamic = next((table.name for table in tables if isinstance(table, DynamicTableConfig)), None)
-        if dynamic is not None and dynamic in cache.tables:
-            raise ConfigError(
-                "embedding_memory is of tables with num_rows, and a dynamic table has none", where=f"table {dynamic!r}",
-                fix="set its memory='file', or max_capacity and when_full='evict', and leave it out",
-            )  # fmt: skip
+        cache, short = divided(tables, optimizer, cache)
     slots = {} if cache is None else slots_of_tables(plain, optimizer, cache)
     host_rows: dict[str, int] = {}
     if cache is not None and transfer_streams(device) is not None:
@@ -48,6 +44,8 @@ def make_storages(
             yield _cached(own, optimizer, device, seed, slots, host_rows, cache.folder)
     for table in tables:
         if isinstance(table, DynamicTableConfig):
+            if table.name in short:
+                table = placed(table, optimizer, short[table.name], device.type)  # noqa: PLW2901
             yield DynamicStorage(table, optimizer, device, seed, None if cache is None else cache.folder)
 
 

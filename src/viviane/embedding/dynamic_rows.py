@@ -9,10 +9,12 @@ nothing, and needs no room beside what the grown table takes.
 
 from __future__ import annotations
 
-from functools import partial
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, partial
 from pathlib import Path
 from typing import Final
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,6 +26,8 @@ from viviane.ops.row_update import initial_state, state_row_bytes, state_shape
 
 _INDEX_BYTES = 64  # of a key: slots, stamp, uses, heap
 _COPIED_BYTES: Final = 8 << 20  # at once, of rows in a file
+_READERS: Final = 16
+_LEAST_SHARE: Final = 64  # rows of one of them
 
 
 class DynamicRows:
@@ -119,6 +123,25 @@ class DynamicRows:
         if num_rows > self.capacity:
             self._show(min(self.max_rows, max(num_rows, 2 * self.capacity)))
 
+    def make_room(self, num_rows: int, more: int) -> None:
+        """Take disk for rows that keys may get, before they do: where there is none, no key is left without its row."""
+        if self._make_file is not None:
+            self.grow(min(self.max_rows, num_rows + more))
+
+    def read_ahead(self, rows: Tensor, with_state: bool) -> None:
+        """Read rows of a file in many threads, so that the disk has many requests at a time; nothing for memory.
+
+        What follows reads one row after another, and would wait for the disk at each.
+        """
+        if self._make_file is None:
+            return
+        wanted = np.unique(rows.numpy())
+        wanted = wanted[: np.searchsorted(wanted, self.capacity)]
+        shares = np.array_split(wanted, min(_READERS, -(-len(wanted) // _LEAST_SHARE))) if len(wanted) else []
+        parts = [self.weight, *(self.state.values() if with_state else ())]
+        views = [part.view(len(part), -1).view(torch.uint8).numpy() for part in parts]
+        list(_readers().map(lambda own: [view.take(own, axis=0, mode="clip") for view in views], shares))
+
     def begin(self, rows: Tensor, keys: Tensor) -> None:
         """Give rows the initial values of their new keys, and fresh optimizer state."""
         initial_rows(self.weight, rows, keys, *self.table.law, self.seed)
@@ -165,3 +188,8 @@ class DynamicRows:
         """Bytes of rows and state in use."""
         parts = [self.storage, *self._states.values()]
         return sum(num_rows * part[:1].numel() * part.element_size() for part in parts)
+
+
+@cache
+def _readers() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(_READERS, "viviane-rows")

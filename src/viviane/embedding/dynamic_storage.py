@@ -101,10 +101,10 @@ class DynamicStorage(TableStorage):
             keys: vectors of int32 or int64.
             training: whether new keys may get rows.
         """
-        if len(keys) == 1:
-            return [self.table.rows(keys[0], training)]
-        together = torch.cat([part.to(torch.int64) for part in keys])
-        return list(torch.split(self.table.rows(together, training), [len(part) for part in keys]))
+        together = keys[0] if len(keys) == 1 else torch.cat([part.to(torch.int64) for part in keys])
+        found = self.table.rows(together, training)
+        self.table.read_ahead(found, training)
+        return [found] if len(keys) == 1 else list(torch.split(found, [len(part) for part in keys]))
 
     # Gradients ----------------------------------------------------------------------------------------------
 

@@ -150,6 +150,10 @@ class DynamicStore(nn.Module):
             return found  # every key has a row
         return self._fill_absent(found, keys)
 
+    def read_ahead(self, rows: Tensor, training: bool) -> None:
+        """Bring rows that will be looked up, and updated in training, from a file into memory at once."""
+        self._values.read_ahead(rows, training)
+
     @serialized
     def find(self, keys: Tensor) -> tuple[Tensor, Tensor]:
         """Return copies of the keys' vectors, (N, D), default vectors where absent, and which are there, (N,)."""
@@ -255,6 +259,7 @@ class DynamicStore(nn.Module):
         self, keys: Tensor, stamp: int, guard: int, scores: Tensor | None, *, admission: bool, draw: bool = True,
         narrow: bool = False,
     ) -> Tensor:  # fmt: skip
+        self._values.make_room(self.index.most_rows, len(keys))
         admits_all = not admission or self.admission is None
         if scores is None and admits_all and self.index.fused:
             return self._insert_fused(keys, stamp, guard, draw, narrow)

@@ -8,12 +8,13 @@ from pathlib import Path
 import torch
 
 from viviane.config import AnyOptimizer, Solver
-from viviane.config.memory_sizes import num_bytes
+from viviane.config.memory_sizes import MemorySize, num_bytes
 from viviane.core.errors import ConfigError, suggest
 from viviane.core.logging import get_logger
 from viviane.core.machine import free_memory
 from viviane.embedding import DynamicTableConfig, TableConfig
-from viviane.embedding.cache_sizes import CacheSettings, slot_bytes, slots_of_tables, table_bytes
+from viviane.embedding.cache_sizes import CacheSettings, divided, slot_bytes, slots_of_tables, table_bytes
+from viviane.embedding.dynamic_config import AnyTable
 
 _log = get_logger("model")
 _FITS = 0.8
@@ -22,7 +23,7 @@ _SHARE = 0.5
 
 
 def table_memory(
-    tables: Mapping[str, Sequence[object]],
+    tables: Mapping[str, Sequence[AnyTable]],
     optimizer: AnyOptimizer,
     solver: Solver,
     device: torch.device,
@@ -42,26 +43,32 @@ def table_memory(
         ConfigError: embedding_memory names a table that is not there.
     """
     own = {node: [one for one in every if isinstance(one, TableConfig)] for node, every in tables.items()}
-    joined = [one.model_copy(update={"name": f"{node}.{one.name}"}) for node, every in own.items() for one in every]
+    joined = [one.model_copy(update={"name": f"{node}.{one.name}"}) for node, every in tables.items() for one in every]
     given = solver.embedding_memory
     if solver.embedding_host_memory is not None and device.type == "cpu":
         raise ConfigError(
             "embedding_host_memory is of rows beside a GPU", where="device cpu", value=solver.embedding_host_memory,
             fix="leave it out: embedding_memory is host memory on a CPU",
         )  # fmt: skip
+    if given is None:  # a dynamic table without max_capacity grows as long as there is memory
+        joined = [
+            one for one in joined if isinstance(one, TableConfig) or (one.max_capacity and one.memory == "device")
+        ]
     settings = _chosen(joined, optimizer, device, num_processes) if given is None else _given(given, tables)
     folder = None if solver.embedding_folder is None else Path(solver.embedding_folder)
     in_files = {node for node, every in tables.items() if any(_is_in_file(one) for one in every)} if folder else set()
     if settings is None:
         return {node: CacheSettings(folder=folder) for node in in_files}
-    slots = slots_of_tables(joined, optimizer, settings)
+    settings, short = divided(joined, optimizer, settings)
+    slots = slots_of_tables([one for one in joined if isinstance(one, TableConfig)], optimizer, settings)
     found = {}
     for node, every in own.items():
-        sizes = {
+        sizes: dict[str, MemorySize] = {
             one.name: slots[f"{node}.{one.name}"] * slot_bytes(one, optimizer)
             for one in every
             if slots[f"{node}.{one.name}"] < one.num_rows
         }
+        sizes |= {one.name: short[f"{node}.{one.name}"] for one in tables[node] if f"{node}.{one.name}" in short}
         if sizes or node in in_files:
             found[node] = CacheSettings(
                 tables=sizes, folder=folder, host_memory=_host_share(solver, own, node, optimizer)
@@ -77,35 +84,28 @@ def _host_share(
     solver: Solver, tables: Mapping[str, Sequence[TableConfig]], node: str, optimizer: AnyOptimizer
 ) -> int | None:
     """Return the part of a collection in `embedding_host_memory`, by the bytes of its tables."""
-    if solver.embedding_host_memory is None:
+    if solver.embedding_host_memory is None or not tables[node]:
         return None
     sizes = {name: sum(table_bytes(one, optimizer) for one in every) for name, every in tables.items()}
     return num_bytes(solver.embedding_host_memory, "embedding_host_memory") * sizes[node] // sum(sizes.values())
 
 
-def _given(given: int | str | Mapping[str, int | str], tables: Mapping[str, Sequence[object]]) -> CacheSettings:
+def _given(given: int | str | Mapping[str, int | str], tables: Mapping[str, Sequence[AnyTable]]) -> CacheSettings:
     if not isinstance(given, Mapping):
         return CacheSettings(memory=given)
-    names = {(node, str(getattr(one, "name", ""))): one for node, every in tables.items() for one in every}
+    names = [(node, one.name) for node, every in tables.items() for one in every]
     sizes: dict[str, int | str] = {}
     for name, size in given.items():
         own = [(node, table) for node, table in names if name in (table, f"{node}.{table}")]
         if not own:
             fix = suggest(name, [table for _, table in names])
             raise ConfigError("embedding_memory names a table that is not there", value=name, fix=fix)
-        for node, table in own:
-            if not isinstance(names[node, table], TableConfig):
-                raise ConfigError(
-                    "embedding_memory is of tables with num_rows, and a dynamic table has none",
-                    where=f"embedding_memory of table {table!r}",
-                    fix="set its memory='file', or max_capacity and when_full='evict', and leave it out",
-                )  # fmt: skip
-            sizes[f"{node}.{table}"] = size
+        sizes |= {f"{node}.{table}": size for node, table in own}
     return CacheSettings(tables=sizes)
 
 
 def _chosen(
-    tables: Sequence[TableConfig], optimizer: AnyOptimizer, device: torch.device, num_processes: int
+    tables: Sequence[AnyTable], optimizer: AnyOptimizer, device: torch.device, num_processes: int
 ) -> CacheSettings | None:
     """Return the memory of tables that do not fit into what is free; None where they do."""
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_memory()
