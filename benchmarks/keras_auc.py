@@ -3,8 +3,8 @@
     KERAS_BACKEND=torch python benchmarks/keras_auc.py [--only dlrm] [--seeds 1] [--folds 5] [--keep FOLDER]
 
 Both programs read the same files of the ETL, five folds of criteo_tb_80k, with the same widths, dropout, decay, rates
-and epochs; initial values and the order of rows are each program's own. On the first fold a Keras model is also saved
-half-way, loaded by another process and trained on there.
+and epochs, and draw first weights by the same laws; the values and the order of rows are each program's own. On the
+first fold a Keras model is also saved half-way, loaded by another process and trained on there.
 """
 
 from __future__ import annotations
@@ -92,8 +92,11 @@ def lookup(schema: Schema, ids, dim: int, decay: float, name: str, seed: int):
 
 
 def dense(width: int, name: str, **options) -> layers.Dense:
-    """A dense layer with Viviane's decay; an input is called "dense", so that every layer needs a name of its own."""
-    init = options.pop("kernel_initializer", "glorot_normal")
+    """A dense layer with Viviane's decay and first weights, U(-a, a) with a^2 = 1 / inputs, as torch's layers have.
+
+    An input is called "dense", so that every layer needs a name of its own.
+    """
+    init = options.pop("kernel_initializer", keras.initializers.VarianceScaling(1 / 3, "fan_in", "uniform"))
     return layers.Dense(width, name=name, kernel_initializer=init, kernel_regularizer=decayed(), **options)
 
 
@@ -106,7 +109,8 @@ def tower(x, name: str, start: float = 0.0):
     """Hidden layers with dropout, then the logit, whose bias starts at `start`."""
     for place, width in enumerate(HIDDEN):
         x = layers.Dropout(DROPOUT)(dense(width, f"{name}_{place}", activation="relu")(x))
-    return dense(1, f"{name}_logit", bias_initializer=keras.initializers.Constant(start))(x)
+    bias = keras.initializers.Constant(start)
+    return dense(1, f"{name}_logit", kernel_initializer="glorot_normal", bias_initializer=bias)(x)
 
 
 def deepfm(schema: Schema, numbers, ids, seed: int, rate: float):
