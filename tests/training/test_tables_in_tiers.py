@@ -54,11 +54,11 @@ def make_rows(count: int, seed: int) -> dict[str, Any]:
     }
 
 
-def make_model(optimizer: Any = None, **solver: Any) -> Model:
+def make_model(optimizer: Any = None, tables: Any = None, **solver: Any) -> Model:
     settings = {"batch_size": 32, "lr": 0.01, "device": "cpu", "clip_grad_norm": 1.0, "checkpoint_every": 8}
     model = Model(Solver(**{**settings, **solver}), SCHEMA, name="small")
     model.add(Input(label="label", dense="dense", sparse="cats"))
-    model.add(SparseEmbedding("emb", bottom="cats", dim=4))
+    model.add(SparseEmbedding("emb", bottom="cats", dim=4, tables=tables or {}))
     model.add(DenseLayer("flat", "Reshape", bottom="emb", shape=[-1]))
     model.add(DenseLayer("x", "Concat", bottom=["flat", "dense"]))
     model.add(DenseLayer("logit", "InnerProduct", bottom="x", num_output=1))
@@ -142,6 +142,37 @@ def test_the_progress_line_and_the_report_show_hits_and_bytes(
     assert "130 (21.7%)" in page
     make_model().fit(Dataset(data / "train"), run_folder=tmp_path / "plain")
     assert not (tmp_path / "plain" / "tiers.json").exists()
+
+
+def test_memory_as_an_option_of_a_table_trains_to_the_same_bits(data: Path) -> None:
+    row = 4 * 4 * 3 + 18
+    whole = make_model(epochs=1)
+    model = make_model(epochs=1, tables={"user": {"memory": 130 * row}})
+    both = make_model(epochs=1, tables={"user": {"memory": "1 GB"}}, embedding_memory={"user": 140 * row})
+    for one in (whole, model, both):
+        one.fit(Dataset(data / "train"))
+    [storage] = tiered(model)
+    assert storage.room["user"] == 130
+    assert tiered(both)[0].room["user"] == 140
+    assert not tiered(make_model(tables={"user": {"memory": "1 GB"}}))
+    state = whole.module.state_dict()
+    for other in (model.module.state_dict(), both.module.state_dict()):
+        assert state.keys() == other.keys()
+        assert [name for name, one in state.items() if not torch.equal(one, other[name])] == []
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"memory": "2 gibs"}, "not a memory size"),
+        ({"memory": 0}, "must be positive"),
+        ({"memory": "1 GB", "dynamic": {}}, "memory is of a table with num_ids"),
+        ({"memory": 1}, "too small for one row"),
+    ],
+)
+def test_a_size_of_a_table_that_cannot_be_is_refused(options: Any, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        make_model(tables={"user": options})
 
 
 @pytest.mark.parametrize("saved_in", [None, MEMORY], ids=["memory", "tiers"])

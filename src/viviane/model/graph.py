@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from viviane.config.memory_sizes import MemorySize
 from viviane.core.errors import ConfigError, SchemaError, VivianeError, suggest
 from viviane.embedding import DynamicOptions, DynamicTableConfig, FeatureConfig, TableConfig
 from viviane.model.ids import id_places
@@ -33,6 +34,12 @@ class Tables:
     def shape(self) -> Shape:
         """(S, dim), S counting every place of a "concat"."""
         return (sum(feature.num_places for feature in self.features), self.node.dim)
+
+    @property
+    def memory(self) -> dict[str, MemorySize]:
+        """Sizes of memory that single tables have as an option, by "<node>.<table>"."""
+        given = {name: one.memory for name, one in self.node.tables.items()}
+        return {f"{self.node.name}.{name}": size for name, size in given.items() if size is not None}
 
 
 @dataclass
@@ -208,6 +215,10 @@ def _table(node: SparseEmbedding, name: str, column: CategoricalColumn, schema: 
     if options is not None and options.out_of_range is not None:
         where = f"embedding {node.name!r}, table {name!r}"
         raise ConfigError("a dynamic table takes every id", where=where, value=policy, fix="leave out_of_range out")
+    if options is not None and options.memory is not None:
+        where = f"embedding {node.name!r}, table {name!r}"
+        fix = "leave it out, and set dynamic={'memory': 'file'}"
+        raise ConfigError("memory is of a table with num_ids", where=where, value=options.memory, fix=fix)
     coming = dynamic or DynamicOptions()
     rows = {key: getattr(coming, key) for key in DynamicOptions.model_fields if key in coming.model_fields_set}
     return DynamicTableConfig(

@@ -434,7 +434,8 @@ def build_module(
         ).plan.to_dict()  # fmt: skip
     device = resolve_device(solver.device)
     memory = table_memory(
-        {node: one.tables for node, one in plan.tables.items()}, optimizer, solver, device, group.size
+        {node: one.tables for node, one in plan.tables.items()}, optimizer, solver, device, group.size,
+        {name: size for one in plan.tables.values() for name, size in one.memory.items()},
     )  # fmt: skip
 
     def make(*args: Any, name: str, **options: Any) -> TableCollection:

@@ -9,6 +9,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from viviane.config import OptimizerSettings
 from viviane.config.base import Settings
+from viviane.config.memory_sizes import num_bytes
 from viviane.core.errors import ConfigError
 from viviane.embedding import DynamicOptions, UniformInit
 from viviane.embedding.config import Combiner, InitSettings, OutOfRange, RowType
@@ -55,6 +56,8 @@ class TableOptions(Settings):
 
     Args:
         dynamic: makes the table dynamic, see `SparseEmbedding`.
+        memory: of rows and optimizer state in training, per process: bytes, or text such as "2 GiB"; rows that do not
+            fit lie in tiers, see `Solver.embedding_memory`, which goes first where it names the table.
     """
 
     init: InitSettings | None = None
@@ -63,6 +66,15 @@ class TableOptions(Settings):
     trainable: bool | None = None
     optimizer: OptimizerSettings | None = None
     dynamic: DynamicOptions | None = None
+    memory: int | str | None = None
+
+    @model_validator(mode="after")
+    def _check_memory(self) -> TableOptions:
+        if self.memory is not None:
+            num_bytes(self.memory, "memory of a table")
+            if self.dynamic is not None:
+                raise ValueError("memory is of a table with num_ids; use dynamic={'memory': 'file'}")
+        return self
 
 
 class SparseEmbedding(Settings):

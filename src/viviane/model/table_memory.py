@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -28,6 +29,7 @@ def table_memory(
     solver: Solver,
     device: torch.device,
     num_processes: int = 1,
+    sizes_of_tables: Mapping[str, MemorySize] | None = None,
 ) -> dict[str, CacheSettings]:
     """Return the memory of the tables of each collection; collections whose tables are whole in memory are left out,
     but for those with dynamic tables in files of `embedding_folder`.
@@ -38,6 +40,8 @@ def table_memory(
         solver: its embedding_memory: for all collections together.
         device: where the tables are.
         num_processes: that share the tables and this machine.
+        sizes_of_tables: memory of single tables as their option, by "<node>.<table>"; embedding_memory goes first where
+            it names one.
 
     Raises:
         ConfigError: embedding_memory names a table that is not there.
@@ -54,7 +58,14 @@ def table_memory(
         joined = [
             one for one in joined if isinstance(one, TableConfig) or (one.max_capacity and one.memory == "device")
         ]
-    settings = _chosen(joined, optimizer, device, num_processes) if given is None else _given(given, tables)
+    fixed = dict(sizes_of_tables or {})
+    others = [one for one in joined if one.name not in fixed]
+    settings = _chosen(others, optimizer, device, num_processes) if given is None else _given(given, tables)
+    if fixed:
+        settings = settings or CacheSettings()
+        taken = 0 if given is not None or settings.memory is None else _fixed_bytes(joined, optimizer, fixed)
+        memory = settings.memory if not taken else num_bytes(settings.memory or 0, "embedding_memory") + taken
+        settings = replace(settings, memory=memory, tables={**fixed, **settings.tables})
     folder = None if solver.embedding_folder is None else Path(solver.embedding_folder)
     in_files = {node for node, every in tables.items() if any(_is_in_file(one) for one in every)} if folder else set()
     if settings is None:
@@ -74,6 +85,13 @@ def table_memory(
                 tables=sizes, folder=folder, host_memory=_host_share(solver, own, node, optimizer)
             )
     return found
+
+
+def _fixed_bytes(tables: Sequence[AnyTable], optimizer: AnyOptimizer, fixed: Mapping[str, MemorySize]) -> int:
+    """Return the bytes that tables with a size of their own take."""
+    own = [one for one in tables if isinstance(one, TableConfig) and one.name in fixed]
+    slots = slots_of_tables(own, optimizer, CacheSettings(tables=fixed))
+    return sum(slots[one.name] * slot_bytes(one, optimizer) for one in own)
 
 
 def _is_in_file(table: object) -> bool:
