@@ -7,6 +7,7 @@ from test_dynamic_in_collection import DIM, FEATURES, NUM_KEYS, RAW, _batch, _ra
 from viviane.batch import Bag
 from viviane.config import SGD, AdaGrad, Adam, Ftrl
 from viviane.embedding import DynamicTableConfig, EmbeddingCollection, TableConfig
+from viviane.embedding.cache_sizes import CacheSettings, slot_bytes
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 RULES = [SGD(), AdaGrad(), AdaGrad(row_wise=True), Adam(), Ftrl(lambda1=0.01)]
@@ -59,6 +60,28 @@ def test_where_the_values_lie_changes_no_bit():
         results.append(emb.dynamic_table("item").find(RAW.cuda())[0])
     assert torch.equal(results[0], results[1])
     assert torch.equal(results[0], results[2])
+
+
+def test_a_share_of_memory_splits_a_table_between_gpu_and_host_without_changing_a_bit():
+    table, features = (
+        DynamicTableConfig(name="item", dim=DIM, init="normal"),
+        [f for f in FEATURES if f.table == "item"],
+    )
+    results = []
+    for cache in (
+        None,
+        CacheSettings(tables={"item": 8 * slot_bytes(table, Adam())}),
+        CacheSettings(tables={"item": 1}),
+    ):
+        emb = EmbeddingCollection([table], features, Adam(), seed=3, device="cuda", cache=cache)
+        own = emb.dynamic_table("item").table
+        results.append((own.memory, own.device_rows))
+        for step in range(4):
+            emb(on_gpu(_raw(_batch(64, step, torch.arange(NUM_KEYS))))).flat.square().sum().backward()
+            emb.step(0.1)
+        results.append(emb.dynamic_table("item").find(RAW.cuda())[0])
+    assert results[::2] == [("device", None), ("split", 8), ("host", None)]
+    assert all(torch.equal(results[1], one) for one in results[3::2])
 
 
 def test_the_state_moves_to_the_cpu_and_trains_on():
