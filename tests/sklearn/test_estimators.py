@@ -267,6 +267,28 @@ def test_labels_may_be_missing() -> None:
         vv.CTRMultiTaskClassifier(**settings).fit(rows, np.column_stack([clicked, bought + 1]))
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    "labels",
+    [
+        np.array([0, np.nan, 1, 0]),
+        np.array([0, np.inf, 1, 0]),
+        np.array(["no", None, "yes", "no"], object),
+        pd.Series([0, None, 1, 0], dtype="Int64"),
+        pd.Series(["no", None, "yes", "no"], dtype="category"),
+        pl.Series([False, None, True, False]),
+        pa.chunked_array([["no", None], ["yes", "no"]]),
+    ],
+    ids=["nan", "inf", "object", "nullable", "category", "polars", "arrow"],
+)
+def test_a_missing_label_or_group_is_refused_with_its_row(labels: Any) -> None:
+    rows = pd.DataFrame({"site": ["a", "b", "a", "b"]})
+    with pytest.raises(DataError, match=r"Input y contains NaN(?s:.*)row 1(?s:.*)1 of 4 rows"):
+        vv.CTRClassifier("linear", epochs=1, verbose=0).fit(rows, labels)
+    with pytest.raises(DataError, match=r"Input qid contains NaN(?s:.*)row 1"):
+        vv.CTRRanker("linear", epochs=1, verbose=0).fit(rows, [0, 1, 0, 1], qid=labels)
+
+
 def test_learns_several_labels() -> None:
     frame = pd.DataFrame({"site": ["a", "b"] * 150, "price": [0.5, 2.0, 1.0] * 100})
     y = pd.DataFrame({"click": [0, 1] * 150, "buy": [0, 1, 0, 0, 0, 0] * 50})

@@ -224,7 +224,7 @@ def column(values: Any, rows: int, what: str) -> NDArray[Any]:
     """Return one value for each row, from an array, list, series or frame of one column.
 
     Raises:
-        DataError: another number of values.
+        DataError: another number of values, or a missing one: None, NaN or infinity.
     """
     if hasattr(values, "to_numpy"):
         values = values.to_numpy()
@@ -233,7 +233,27 @@ def column(values: Any, rows: int, what: str) -> NDArray[Any]:
     found: NDArray[Any] = column_or_1d(values, warn=True)
     if len(found) != rows:
         raise DataError(f"{what} has another number of rows than X", value=f"{len(found)}, X has {rows}")
+    if found.dtype.kind == "f":
+        missing = ~np.isfinite(found)
+    elif found.dtype == object:
+        missing = np.array([_is_missing(one) for one in found], bool)
+    else:
+        missing = np.isnat(found) if found.dtype.kind in "mM" else np.zeros(rows, bool)
+    if missing.any():
+        first = int(missing.argmax())
+        raise DataError(
+            f"Input {what} contains NaN, infinity or missing values",
+            where=f"row {first}",
+            value=f"{found[first]}; {int(missing.sum())} of {rows} rows",
+            fix="leave these rows out",
+        )
     return found
+
+
+def _is_missing(value: Any) -> bool:
+    if isinstance(value, float | np.floating):
+        return not np.isfinite(value)
+    return value is None or type(value).__name__ in {"NAType", "NaTType"}  # of pandas, which is not imported for this
 
 
 def _nan_as_missing(table: pa.Table) -> pa.Table:
