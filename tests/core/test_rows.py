@@ -135,6 +135,15 @@ def test_dicts_columns_and_frames_agree(rows: list[tuple[int | None, str | None]
 
 def test_sparse_matrices_are_refused() -> None:
     sparse = pytest.importorskip("scipy.sparse")
-    for matrix in (sparse.csr_matrix(np.eye(3)), sparse.csc_array(np.eye(3))):
+    for kind in ("csr_matrix", "csc_array", "coo_array", "lil_matrix", "dok_array", "dok_matrix"):
+        matrix = getattr(sparse, kind)(np.eye(3))
         with pytest.raises(ConfigError, match="a sparse matrix is not supported"):
             as_table(matrix, ["a", "b", "c"])
+
+
+def test_objects_that_give_an_array_are_taken() -> None:
+    class Wrapped:
+        def __array__(self, dtype: object = None, copy: bool | None = None) -> np.ndarray:
+            return np.arange(4.0).reshape(2, 2)
+
+    assert as_table(Wrapped(), ["a", "b"]).to_pydict() == {"a": [0.0, 2.0], "b": [1.0, 3.0]}

@@ -159,7 +159,7 @@ def test_refuses_rows_and_labels_that_cannot_be(clicks: Any, fitted: Any) -> Non
     frame, y = clicks
     with pytest.raises(NotFittedError):
         vv.CTRClassifier().predict(frame)
-    with pytest.raises(DataError, match="single class"):
+    with pytest.raises(DataError, match="y has one class"):
         vv.CTRClassifier(verbose=0).fit(frame, np.zeros(ROWS))
     with pytest.raises(ValueError, match="binary"):
         vv.CTRClassifier(verbose=0).fit(frame, np.arange(ROWS) % 3)
@@ -170,7 +170,7 @@ def test_refuses_rows_and_labels_that_cannot_be(clicks: Any, fitted: Any) -> Non
     with pytest.raises(DataError, match="X has no rows"):
         vv.CTRClassifier(verbose=0).fit(frame.iloc[:0], [])
     weights = np.ones(ROWS)
-    for weight, message in ((weights[1:], "another number of rows"), (0 * weights, "weights are 0")):
+    for weight, message in ((weights[1:], "another number of rows"), (0 * weights, "weights are zero")):
         with pytest.raises(DataError, match=message):
             vv.CTRClassifier(verbose=0).fit(frame, y, sample_weight=weight)
     weights[7] = -2
@@ -302,10 +302,10 @@ def test_learns_several_labels() -> None:
 
 @pytest.mark.slow
 @parametrize_with_checks(
-    [vv.CTRClassifier("linear", epochs=3, verbose=0)],
-    expected_failed_checks={
+    [vv.CTRClassifier("linear", epochs=25, verbose=0)],
+    expected_failed_checks=lambda estimator: {
         "check_sample_weight_equivalence_on_dense_data": "a weight of 2 is not a row twice in shuffled batches",
-        "check_sample_weights_invariance": "the same",
+        "check_class_weight_classifiers": "class weights leave probabilities right, so predictions do not move",
     },
 )
 def test_scikit_learns_own_checks(estimator: Any, check: Any) -> None:

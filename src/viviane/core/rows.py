@@ -43,6 +43,9 @@ def as_table(rows: Any, names: Sequence[str] | None = None) -> pa.Table:
         >>> as_table(np.zeros((2, 2))).column_names
         ['x0', 'x1']
     """
+    if type(rows).__module__.startswith("scipy.sparse"):  # some are dicts, and rows of others sparse again
+        fix = "make it a dense array: X.toarray(); columns of ids need no one-hot encoding"
+        raise ConfigError("a sparse matrix is not supported", value=type(rows).__name__, allowed=FORMS, fix=fix)
     table = _whole(rows, names)
     if table is None:
         table = _of_parts(rows, names)
@@ -118,6 +121,8 @@ def _whole(rows: Any, names: Sequence[str] | None) -> pa.Table | None:
         convert = _of_columns
     elif convert is None and hasattr(rows, "__arrow_c_stream__"):
         convert = pa.table
+    elif convert is None and hasattr(rows, "__array__"):
+        return _of_array(np.asarray(rows), names)
     return None if convert is None else convert(rows)
 
 
@@ -125,9 +130,6 @@ def _of_parts(rows: Any, names: Sequence[str] | None) -> pa.Table:
     """Return the rows of an iterable: of dicts with one row each, or of parts that are tables."""
     if isinstance(rows, str | bytes):
         raise ConfigError("a string is not rows", value=repr(rows[:80]), allowed=FORMS, fix="read the file first")
-    if type(rows).__module__.startswith("scipy.sparse"):  # its rows are sparse matrices again
-        fix = "make it a dense array: X.toarray(); columns of ids need no one-hot encoding"
-        raise ConfigError("a sparse matrix is not supported", value=type(rows).__name__, allowed=FORMS, fix=fix)
     items = _items(rows)
     first = next(items, None)
     if first is None:

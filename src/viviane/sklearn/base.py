@@ -193,7 +193,7 @@ def weights_of(sample_weight: Any, rows: int) -> NDArray[np.float64] | None:
             value=float(weights[wrong[0]]),
         )  # fmt: skip
     if not weights.any():
-        raise DataError("all sample weights are 0", fix="leave sample_weight out, or weight some rows")
+        raise DataError("all sample weights are zero", fix="leave sample_weight out, or weight some rows")
     return weights
 
 

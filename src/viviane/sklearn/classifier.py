@@ -153,6 +153,11 @@ class CTRClassifier(ClassifierMixin, TableEstimator):  # type: ignore[misc]
         """Return ln(p / (1 - p)) of the second class, (rows,)."""
         return logit(self.predict_proba(X)[:, 1])
 
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        tags.classifier_tags.multi_class = False
+        return tags
+
     def predict(self, X: Any) -> NDArray[Any]:  # noqa: N803
         """Return the more probable class, (rows,)."""
         chosen = (self.predict_proba(X)[:, 1] > 0.5).astype(np.int64)
@@ -179,7 +184,7 @@ class CTRClassifier(ClassifierMixin, TableEstimator):  # type: ignore[misc]
                 f"{len(self.classes_)} classes"
             )
         if len(self.classes_) < 2:
-            raise DataError("y has a single class", value=self.classes_.tolist())
+            raise DataError("y has one class", value=self.classes_.tolist())
         return codes.astype(np.float64)
 
     def _members(self, encoded: Encoded, size: Size) -> list[Member]:
