@@ -143,7 +143,7 @@ def _concat_of(steps: Sequence[Step], by_reader: Mapping[int, int], slot: int) -
     return None
 
 
-def readers_of_rows(steps: Sequence[Step], outputs: Sequence[int]) -> dict[int, list[nn.Module]]:
+def readers_of_rows(steps: Sequence[Step], outputs: Sequence[int]) -> dict[int, Interaction]:
     """Return the interactions that are the only readers of a tensor, by the slot of its embeddings.
 
     Example:
@@ -152,11 +152,11 @@ def readers_of_rows(steps: Sequence[Step], outputs: Sequence[int]) -> dict[int, 
         [1]
     """
     readers = Counter(slot for _, bottoms, _ in steps for slot in bottoms) + Counter(outputs)
-    found: dict[int, list[nn.Module]] = {}
+    found: dict[int, Interaction] = {}
     for layer, bottoms, _ in steps:
         pairs = layer.pairs if isinstance(layer, FusedMLP) else layer if type(layer) is Interaction else None
         if pairs is not None and readers[bottoms[-1]] == 1:
-            found[bottoms[-1]] = [pairs]
+            found[bottoms[-1]] = pairs
     return found
 
 
@@ -351,7 +351,7 @@ class GraphModule(nn.Module):
         batch: Batch,
         sources: Sequence[tuple[tuple[int, ...], Source]],
         steps: tuple[Sequence[Step], Sequence[Step]],
-        readers_of_rows: Mapping[int, Sequence[nn.Module]] = MappingProxyType({}),
+        readers_of_rows: Mapping[int, Interaction] = MappingProxyType({}),
     ) -> list[Any]:
         """Begin lookups, run what needs none of their vectors beside them, then the rest.
 
@@ -364,7 +364,7 @@ class GraphModule(nn.Module):
         for tops, source in sources:
             if isinstance(source, _Stack):
                 reader = readers_of_rows.get(tops[-1])
-                rows_suffice = reader is not None and not torch.is_grad_enabled() and not has_hooks(reader)
+                rows_suffice = reader is not None and not torch.is_grad_enabled() and not has_hooks([reader])
                 finish, wide_rows[tops[-1]] = source.begin(batch, rows_suffice)
                 begun.append((tops, finish))
             else:
