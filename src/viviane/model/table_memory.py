@@ -31,8 +31,9 @@ def table_memory(
     num_processes: int = 1,
     sizes_of_tables: Mapping[str, MemorySize] | None = None,
 ) -> dict[str, CacheSettings]:
-    """Return the memory of the tables of each collection; collections whose tables are whole in memory are left out,
-    but for those with dynamic tables in files of `embedding_folder`.
+    """Return the memory of the tables of each collection that has tables outside of memory.
+
+    That of a collection whose only such tables are dynamic ones with memory="file" holds `embedding_folder` alone.
 
     Args:
         tables: settings of the tables, by collection.
