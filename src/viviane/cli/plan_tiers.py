@@ -76,8 +76,7 @@ def placed_tables(
     rule = settings.embedding_optimizer or settings.optimizer
     tables = {node: own.tables for node, own in graph.tables.items()}
     found, counts, dynamic = [], None, []
-    fixed = {name: size for one in graph.tables.values() for name, size in one.memory.items()}
-    for node, cache in table_memory(tables, rule, settings.solver, device, processes, fixed).items():
+    for node, cache in table_memory(tables, rule, settings.solver, device, processes, graph.table_memory).items():
         for table in tables[node]:
             if not isinstance(table, TableConfig) and table.name in cache.tables:
                 dynamic.append(_placed_dynamic(f"{node}.{table.name}", table, rule, cache, device.type))

@@ -80,6 +80,11 @@ class GraphPlan:
         """The embedding nodes, in order."""
         return [node for node in self.nodes if isinstance(node, SparseEmbedding)]
 
+    @property
+    def table_memory(self) -> dict[str, MemorySize]:
+        """Sizes of memory that single tables have as an option, by "<node>.<table>"."""
+        return {name: size for own in self.tables.values() for name, size in own.memory.items()}
+
 
 def plan_graph(nodes: Sequence[Node], schema: Schema, *, seed: int = 0) -> GraphPlan:
     """Check a graph against a schema, infer shapes, and build its layers; tables are not built yet.

@@ -435,7 +435,7 @@ def build_module(
     device = resolve_device(solver.device)
     memory = table_memory(
         {node: one.tables for node, one in plan.tables.items()}, optimizer, solver, device, group.size,
-        {name: size for one in plan.tables.values() for name, size in one.memory.items()},
+        plan.table_memory,
     )  # fmt: skip
 
     def make(*args: Any, name: str, **options: Any) -> TableCollection:
