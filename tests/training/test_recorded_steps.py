@@ -10,10 +10,11 @@ from viviane.batch import Bag, Batch, Layout
 from viviane.core.errors import KeyRangeError, NumericsError
 from viviane.core.ranges import recording
 from viviane.nn import Concat, Dropout
+from viviane.ops.pair_sums import cpu as pair_sums_cpu
 from viviane.training.step import recording as step_recording
 from viviane.training.step.program import HostExecutor
 from viviane.training.step.recorded_steps import MAX_ROWS, ReplayExecutor
-from viviane.zoo import BST, DCN, DIN, MMoE, WideDeep
+from viviane.zoo import BST, DCN, DIN, DLRM, DeepFM, MMoE, SASRec, WideDeep
 
 SIZE, STEPS, WARM = 24, 10, 6  # replays begin after three eager steps, a recorded one and two that are verified
 
@@ -49,7 +50,7 @@ def draw(schema, seed, size=SIZE, weighted=False):
 
 
 def layers(model):
-    """Dropout, batch statistics, a regularizer and an input that is joined to a lookup."""
+    """Dropout, batch statistics, a regularizer, an input that is joined to a lookup and a native operator."""
     model.add(vv.Input(label="y0", dense="dense", sparse="cats"))
     model.add(vv.DenseLayer("norm", "BatchNorm", bottom="dense"))
     model.add(vv.SparseEmbedding("emb", bottom="cats", dim=4))
@@ -57,15 +58,17 @@ def layers(model):
     model.add(vv.DenseLayer("x0", "Concat", bottom=["norm", "flat"]))
     model.add(vv.DenseLayer("cross", "MultiCross", bottom="x0", num_layers=2, projection_dim=4))
     model.add(vv.DenseLayer("drop", "Dropout", bottom="cross", dropout_rate=0.3))
-    model.add(vv.DenseLayer("top", "MLP", bottom="drop", num_outputs=[8, 1], activations=["relu", "none"]))
+    model.add(vv.DenseLayer("pairs", "FmOrder2", bottom="flat", out_dim=4))
+    model.add(vv.DenseLayer("read", "Concat", bottom=["drop", "pairs"]))
+    model.add(vv.DenseLayer("top", "MLP", bottom="read", num_outputs=[8, 1], activations=["relu", "none"]))
     penalty = {"use_regularizer": True, "regularizer_type": "L2", "lambda_": 0.1}
     model.add(vv.DenseLayer("loss", "BinaryCrossEntropyLoss", bottom=["top", "y0"], **penalty))
 
 
-def compiled(add, schema, **solver):
+def compiled(add, schema, dense=None, tables=None, **solver):
     model = vv.Model(vv.Solver.from_dict({"device": "cpu", "num_threads": 1, "lr": 0.05, **solver}), schema)
     add(model) if callable(add) else model.add(add)
-    model.compile(vv.Adam(), embedding_optimizer=vv.AdaGrad())
+    model.compile(dense or vv.Adam(), embedding_optimizer=tables or vv.AdaGrad())
     return model.trainer
 
 
@@ -97,6 +100,11 @@ CASES = {
     "MMoE, two labels": (MMoE(), schema_of(labels=2), {}),
     "DIN": (DIN(), HISTORY, {}),
     "BST": (BST(), HISTORY, {}),
+    "DLRM": (DLRM(dim=4, bottom_mlp=[8], top_mlp=[8]), schema_of(), {}),
+    "DLRM, bags and vectors": (DLRM(dim=4, bottom_mlp=[8], top_mlp=[8], concat_embeddings=True), schema_of(bags=2), {}),
+    "DLRM, without dense columns": (DLRM(dim=4, top_mlp=[8]), HISTORY, {}),
+    "DeepFM": (DeepFM(dim=4, deep_mlp=[8]), schema_of(), {}),
+    "DeepFM, bags, clipped": (DeepFM(dim=4, deep_mlp=[8]), schema_of(bags=2), {"clip_grad_norm": 0.05}),
 }
 
 
@@ -209,6 +217,35 @@ def test_another_batch_size_has_a_program_of_its_own():
     assert ours.stepper.recorded.describe().startswith("replayed: 2 shape(s)")
 
 
+OPTIMIZERS = {
+    "SGD": (vv.SGD(), vv.SGD()),
+    "momentum": (vv.SGD(momentum=0.9, nesterov=True), vv.SGD(momentum=0.9)),
+    "Ftrl": (vv.Ftrl(), vv.Ftrl()),
+    "AdamW, Adam global": (vv.AdamW(weight_decay=0.1), vv.Adam(update="global")),
+    "LAMB, Adam lazy": (vv.Lamb(), vv.Adam(update="lazy_global")),
+    "RMSProp, row-wise Adam": (vv.RMSProp(), vv.RowWiseAdam()),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "model", [DLRM(dim=4, bottom_mlp=[8], top_mlp=[8]), DeepFM(dim=4, deep_mlp=[8])], ids=["DLRM", "DeepFM"]
+)
+def test_native_operators_with_each_optimizer_as_sizes_and_freezing_change(name, model):
+    pair = compiled(model, schema_of(), *OPTIMIZERS[name]), compiled(model, schema_of(), *OPTIMIZERS[name])
+    ours, truth = pair[0], eager(pair[1])
+    sizes = [SIZE, 7] * (WARM + 1)
+    losses = [train(one, range(len(sizes)), sizes) for one in pair]
+    assert ours.stepper.recorded.num_replays == 2
+    for one in pair:
+        set_frozen(one)
+        freeze_table(one)
+    losses += [train(one, range(30, 30 + WARM + 1)) for one in pair]
+    assert ours.stepper.recorded.num_replays == 3
+    assert losses[0::2] == losses[1::2]
+    assert_same(ours, truth)
+
+
 def test_what_observes_a_step_sees_an_eager_one():
     ours, _ = replaying()
     seen = []
@@ -245,7 +282,7 @@ def test_errors_of_a_replay_are_those_of_an_eager_step_and_change_nothing(error)
     assert_same(ours, truth)
 
 
-def test_reasons_of_eager_steps():
+def test_reasons_of_eager_steps(monkeypatch):
     class Scorer(torch.nn.Module):
         def __init__(self):
             super().__init__()
@@ -263,8 +300,12 @@ def test_reasons_of_eager_steps():
     custom = vv.training.Trainer(Scorer(), schema, vv.Solver(device="cpu"), vv.Adam())
     assert "a custom module (Scorer) runs Python" in reason(custom, schema)
     assert "solver.cuda_graph is False" in reason(compiled(layers, schema, cuda_graph=False), schema, 1)
-    kernels = compiled(vv.zoo.DeepFM(dim=4), schema)
-    assert "kernel that torch's dispatcher does not see" in reason(kernels, schema)
+    masks = compiled(SASRec(dim=4), HISTORY)
+    assert "neither a weight, a buffer, nor of the batch's columns" in reason(masks, HISTORY)
+    with monkeypatch.context() as patch:  # a kernel that is no native operator
+        patch.setattr(pair_sums_cpu, "sums_of_pairs", pair_sums_cpu.sums_of_pairs.__wrapped__)
+        kernels = compiled(DeepFM(dim=4), schema)
+        assert "kernel that torch's dispatcher does not see" in reason(kernels, schema)
     large = compiled(layers, schema)
     assert reason(large, schema, size=MAX_ROWS + 1).startswith("eager so far")
     executor = large.stepper.recorded.executor(draw(schema, 0, MAX_ROWS + 1), 1, large.precision, None)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from viviane.ops.dot_interaction.reference import num_pairs
-from viviane.ops.native.kernels import OPERANDS, Kernel, kernel, num_threads, sources
+from viviane.ops.native.kernels import OPERANDS, Kernel, kernel, native_operator, num_threads, sources
 from viviane.ops.native.memory import float32_at, stack_floats, take_ticket
 
 _LANES: Final = 8
@@ -31,23 +31,38 @@ class _Dots(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, dense: Tensor | None, embeddings: Tensor, pad: bool, itself: bool) -> Tensor:
         dense, embeddings = None if dense is None else dense.contiguous(), embeddings.contiguous()
-        size, s, dim = embeddings.shape
-        front = 0 if dense is None else 1
-        out = embeddings.new_empty(size, front * dim + num_pairs(s + front, itself) + int(pad))
-        _run(dots_kernel(s + front, front, dim, pad, itself, sources()), embeddings, (dense, embeddings, out))
         ctx.save_for_backward(dense, embeddings)
         ctx.pad, ctx.itself = pad, itself
-        return out
+        return dots_of_pairs(dense, embeddings, pad, itself)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
         dense, embeddings = ctx.saved_tensors
-        front, (_, s, dim) = 0 if dense is None else 1, embeddings.shape
-        found = None if dense is None else torch.empty_like(dense), torch.empty_like(embeddings)
-        run = spread_kernel(s + front, front, dim, ctx.pad, ctx.itself, sources())
-        _run(run, embeddings, (dense, embeddings, grad_outputs[0].contiguous(), *found))
+        found = gradients_of_dots(dense, embeddings, grad_outputs[0].contiguous(), ctx.pad, ctx.itself)
         return *found, None, None
+
+
+@native_operator
+def dots_of_pairs(dense: Tensor | None, embeddings: Tensor, pad: bool, itself: bool) -> Tensor:
+    """Return [dense | dots of all pairs | zero], (B, W), of contiguous inputs."""
+    size, s, dim = embeddings.shape
+    front = 0 if dense is None else 1
+    out = embeddings.new_empty(size, front * dim + num_pairs(s + front, itself) + int(pad))
+    _run(dots_kernel(s + front, front, dim, pad, itself, sources()), embeddings, (dense, embeddings, out))
+    return out
+
+
+@native_operator
+def gradients_of_dots(
+    dense: Tensor | None, embeddings: Tensor, given: Tensor, pad: bool, itself: bool
+) -> tuple[Tensor | None, Tensor]:
+    """Return the gradients of `dense` and `embeddings` from that of the output (`given`); all are contiguous."""
+    front, (_, s, dim) = 0 if dense is None else 1, embeddings.shape
+    found = None if dense is None else torch.empty_like(dense), torch.empty_like(embeddings)
+    run = spread_kernel(s + front, front, dim, pad, itself, sources())
+    _run(run, embeddings, (dense, embeddings, given, *found))
+    return found
 
 
 def _run(run: Kernel, embeddings: Tensor, tensors: tuple[Tensor | None, ...]) -> None:

@@ -14,9 +14,9 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import lru_cache, wraps
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol, TypeVar, cast
 
 import numba
 import torch
@@ -28,6 +28,7 @@ from viviane.ops.native.memory import primitive
 OPERANDS: Final = 2
 """Index in `call` of the first operand."""
 
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 _SIGNATURE = types.void(types.CPointer(types.int64))  # type: ignore[no-untyped-call]
 _config: Any = numba.config
 _WORK_PER_THREAD = 16_384
@@ -84,17 +85,51 @@ def _cache_lock(folder: Path) -> Iterator[None]:
         lock.release()
 
 
-_noticed_by: dict[int, Callable[[], None]] = {}
+_listeners: dict[int, KernelListener] = {}
+
+
+class KernelListener(Protocol):
+    """Is told which kernels and native operators a thread runs."""
+
+    def before_kernel(self) -> None:
+        """Take note of a kernel that this thread is about to run."""
+        ...
+
+    def run_operator(self, operator: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """Run a native operator in the place of its caller, and return its result."""
+        ...
 
 
 @contextmanager
-def noticing_kernels(notice: Callable[[], None]) -> Iterator[None]:
-    """Call a function before each kernel that this thread runs, until the block ends."""
-    _noticed_by[threading.get_ident()] = notice
+def listening_to_kernels(listener: KernelListener) -> Iterator[None]:
+    """Tell a listener about each kernel and native operator that this thread runs, until the block ends."""
+    _listeners[threading.get_ident()] = listener
     try:
         yield
     finally:
-        del _noticed_by[threading.get_ident()]
+        del _listeners[threading.get_ident()]
+
+
+def native_operator(function: _Function) -> _Function:
+    """Mark a function of tensors as an operator: a listener may run it again, later and with other tensors.
+
+    It depends on its arguments alone, writes none of them, and returns every new tensor that is read later. Its
+    arguments are positional.
+
+    Example:
+        >>> @native_operator
+        ... def double(x):
+        ...     return x * 2
+        >>> double(torch.tensor([1.0, 2.0])).tolist()
+        [2.0, 4.0]
+    """
+
+    @wraps(function)
+    def call(*args: Any) -> Any:
+        listener = _listeners.get(threading.get_ident()) if _listeners else None
+        return function(*args) if listener is None else listener.run_operator(function, args)
+
+    return cast(_Function, call)
 
 
 class Kernel:
@@ -116,14 +151,14 @@ class Kernel:
 
     def call_at(self, call: int) -> None:
         """Run in this thread on operands that are in memory already: the address of `call`."""
-        if _noticed_by:
-            _notice()
+        if _listeners:
+            _tell_listener()
         self._call(call)
 
     def __call__(self, operands: Sequence[int], *, tickets: int, threads: int) -> None:
         """Run until all tickets are taken, without the interpreter's lock."""
-        if _noticed_by:
-            _notice()
+        if _listeners:
+            _tell_listener()
         call = (ctypes.c_int64 * (OPERANDS + len(operands)))(0, tickets, *operands)
         threads = min(threads, tickets)
         parallel = _torch_threads()
@@ -135,10 +170,10 @@ class Kernel:
             run_on_numba_threads(self._address, ctypes.addressof(call), threads)
 
 
-def _notice() -> None:
-    notice = _noticed_by.get(threading.get_ident())
-    if notice is not None:
-        notice()
+def _tell_listener() -> None:
+    listener = _listeners.get(threading.get_ident())
+    if listener is not None:
+        listener.before_kernel()
 
 
 def num_threads(work: int) -> int:

@@ -10,7 +10,7 @@ from numba import float32
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from viviane.ops.native.kernels import OPERANDS, Kernel, kernel, num_threads, sources
+from viviane.ops.native.kernels import OPERANDS, Kernel, kernel, native_operator, num_threads, sources
 from viviane.ops.native.memory import float32_at, stack_floats, take_ticket
 
 _BLOCKS_PER_THREAD = 4
@@ -25,9 +25,7 @@ class _PairSums(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, vectors: Tensor) -> Tensor:
         vectors = vectors.contiguous()
-        size, _, dim = vectors.shape
-        sums, out = vectors.new_empty(size, dim), vectors.new_empty(size, dim)
-        _run(sum_kernel(dim, sources()), vectors, (vectors, sums, out))
+        out, sums = sums_of_pairs(vectors)
         ctx.save_for_backward(vectors, sums)
         return out
 
@@ -35,9 +33,24 @@ class _PairSums(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
         vectors, sums = ctx.saved_tensors
-        given, gradient = grad_outputs[0].contiguous(), torch.empty_like(vectors)
-        _run(spread_kernel(vectors.shape[2], sources()), vectors, (vectors, sums, given, gradient))
-        return gradient
+        return gradient_of_pairs(vectors, sums, grad_outputs[0].contiguous())
+
+
+@native_operator
+def sums_of_pairs(vectors: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the sums over pairs and the sums of the vectors, (B, D) each, of contiguous vectors (B, S, D)."""
+    size, _, dim = vectors.shape
+    out, sums = vectors.new_empty(size, dim), vectors.new_empty(size, dim)
+    _run(sum_kernel(dim, sources()), vectors, (vectors, sums, out))
+    return out, sums
+
+
+@native_operator
+def gradient_of_pairs(vectors: Tensor, sums: Tensor, given: Tensor) -> Tensor:
+    """Return the gradient of the vectors, (B, S, D), from that of the sums over pairs (`given`); all are contiguous."""
+    gradient = torch.empty_like(vectors)
+    _run(spread_kernel(vectors.shape[2], sources()), vectors, (vectors, sums, given, gradient))
+    return gradient
 
 
 def _run(run: Kernel, vectors: Tensor, tensors: tuple[Tensor, ...]) -> None:

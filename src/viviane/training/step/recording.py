@@ -4,8 +4,9 @@ A `Recorder` notes every operator of forward, loss and backward of one step, and
 in the same order without modules and autograd. Lookups are not part of it: they run in each step, and the program takes
 their vectors and gives their gradients back.
 
-A step is refused if it runs what the dispatcher does not see, or what depends on the values of a batch: native kernels
-outside of lookups, reads of single values, shapes that depend on values, and tensors of unknown origin.
+Layers with native kernels that the dispatcher does not see run them in functions marked as `native_operator`; each is
+one operation of the program. A step is refused if it runs other kernels outside of lookups, or what depends on the
+values of a batch: reads of single values, shapes that depend on values, and tensors of unknown origin.
 """
 
 from __future__ import annotations
@@ -128,12 +129,17 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Run an operator and note it."""
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        if not self._num_paused and self.reason is None and func.namespace != "profiler":
-            try:
-                self._note(func, args, kwargs, out)
-            except Exception as error:  # the eager step continues
-                self.refuse(f"{func} could not be recorded: {type(error).__name__}: {error}")
+        if func.namespace != "profiler":
+            self._try(self._note, func, args, kwargs, out)
         return out
+
+    def _try(self, note: Callable[..., None], func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """Note an operation that has run, unless it belongs to a lookup; the eager step continues in any case."""
+        if not self._num_paused and self.reason is None:
+            try:
+                note(func, args, kwargs, out)
+            except Exception as error:
+                self.refuse(f"{func} could not be recorded: {type(error).__name__}: {error}")
 
     def refuse(self, reason: str) -> None:
         """Note why the step cannot be replayed; the first reason stays."""
@@ -197,14 +203,31 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             name = self._places.get(_place(tensor))
         return name
 
+    # Native kernels -----------------------------------------------------------------------------------------
+
+    def before_kernel(self) -> None:
+        """Refuse a kernel that belongs neither to a lookup nor to a native operator."""
+        if not self._num_paused:
+            self.refuse("a layer runs a kernel that torch's dispatcher does not see")
+
+    def run_operator(self, operator: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """Run a native operator and note it, but not what it is made of."""
+        self._num_paused += 1
+        try:
+            out = operator(*args)
+        finally:
+            self._num_paused -= 1
+        self._try(self._note_operation, operator, args, {}, out)
+        return out
+
     # Lookups ------------------------------------------------------------------------------------------------
 
     def watch(self, batch: Batch) -> None:
         """Note lookups of a batch from now on, until `close`."""
-        from viviane.ops.native.kernels import noticing_kernels  # loads Numba, as the first lookup has done
+        from viviane.ops.native.kernels import listening_to_kernels  # loads Numba, as the first lookup has done
 
         self._batch = batch
-        self._hooks.enter_context(noticing_kernels(self._notice_kernel))
+        self._hooks.enter_context(listening_to_kernels(self))
         for collection in self._collections:
             before = collection.register_forward_pre_hook(self._before_lookup, with_kwargs=True)
             after = collection.register_forward_hook(self._after_lookup)
@@ -214,10 +237,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def close(self) -> None:
         """Remove all hooks."""
         self._hooks.close()
-
-    def _notice_kernel(self) -> None:
-        if not self._num_paused:
-            self.refuse("a layer runs a kernel that torch's dispatcher does not see")
 
     def _before_lookup(self, collection: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if get_ident() != self._thread:  # another thread predicts
@@ -386,7 +405,8 @@ def compile_program(
         else:
             target = one.target if isinstance(one.target, str) else f"f{i}"
             if target is not one.target:
-                scope[target] = _DIRECT.get(one.target, one.target._op)
+                plain = getattr(one.target, "_op", one.target)  # a native operator has no `_op`
+                scope[target] = _DIRECT.get(one.target, plain)
             call = f"{target}({', '.join(arguments)})"
             outputs = [name or "_" for name in one.outputs]
             if any(one.outputs):
