@@ -18,6 +18,8 @@ FORMS: Final = (
     "or a torch Dataset or DataLoader of dicts"
 )
 
+_TICKS: Final = {"s": 1.0, "ms": 1e3, "us": 1e6, "ns": 1e9}  # in a second
+
 
 def as_table(rows: Any, names: Sequence[str] | None = None) -> pa.Table:
     """Return rows as an Arrow table, copying as little as possible.
@@ -26,7 +28,7 @@ def as_table(rows: Any, names: Sequence[str] | None = None) -> pa.Table:
     tables, record batches and readers, objects with Arrow's PyCapsule interface, Hugging Face data sets, columns by
     name, lists of dicts, NumPy arrays of two dimensions or of records, torch tensors, torch Datasets and DataLoaders
     whose items are dicts, and iterables of any of these. NaN in a pandas frame is a missing value; elsewhere it
-    stays NaN.
+    stays NaN. Durations and times of day become seconds, pandas' periods their first moment, its intervals text.
 
     Args:
         rows: the rows.
@@ -52,7 +54,7 @@ def as_table(rows: Any, names: Sequence[str] | None = None) -> pa.Table:
     twice = sorted({name for name in table.column_names if table.column_names.count(name) > 1})
     if twice:
         raise SchemaError("a column occurs twice", value=", ".join(twice), fix="rename one of them")
-    return plain_table(table)
+    return plain_table(_in_seconds(table))
 
 
 def _is_tensor(value: Any) -> bool:
@@ -216,8 +218,21 @@ def _of_pandas(frame: Any) -> pa.Table:
     if not hasattr(frame, "columns"):
         raise ConfigError("a single column is not a table", value=type(frame).__name__, fix="frame = series.to_frame()")
     names = [str(name) for name in frame.columns]
-    arrays = [_array(name, frame.iloc[:, n], from_pandas=True) for n, name in enumerate(names)]
+    arrays = [_array(name, _known_to_arrow(frame.iloc[:, n]), from_pandas=True) for n, name in enumerate(names)]
     return pa.table(arrays, names=names) if names else pa.table({})
+
+
+def _known_to_arrow(series: Any) -> Any:
+    """Return a pandas series whose values Arrow has a type for: times for periods, text for intervals."""
+    kind = type(series.dtype).__name__
+    if kind == "PeriodDtype":
+        return series.dt.to_timestamp()
+    if kind == "SparseDtype":
+        return series.sparse.to_dense()
+    categories = getattr(series.dtype, "categories", None)
+    if kind == "IntervalDtype" or type(getattr(categories, "dtype", None)).__name__ == "IntervalDtype":
+        return series.astype(object).map(str, na_action="ignore")
+    return series
 
 
 def _of_polars(frame: Any) -> pa.Table:
@@ -281,8 +296,21 @@ def _mixed(name: str, values: Any, error: Exception) -> Any:
     return pa.array(texts, pa.string())
 
 
+def _in_seconds(table: pa.Table) -> pa.Table:
+    """Return a table with seconds in place of durations and times of day."""
+    import pyarrow.compute as pc
+
+    for n, field in enumerate(table.schema):
+        kind = field.type
+        if pa.types.is_duration(kind) or pa.types.is_time(kind):
+            ticks = table.column(n).cast(pa.int32() if kind.bit_width == 32 else pa.int64())
+            seconds = pc.divide(ticks.cast(pa.float64(), safe=False), _TICKS[kind.unit])
+            table = table.set_column(n, field.name, seconds)
+    return table
+
+
 def plain_table(table: pa.Table) -> pa.Table:
-    """Return a table with plain types: no dictionaries, views, 64-bit offsets, booleans, decimals.
+    """Return a table with plain types: no dictionaries, views, extensions, 64-bit offsets, booleans, decimals.
 
     Booleans become 0 and 1, decimals and half-precision numbers become float64 and float32.
     """
@@ -295,8 +323,8 @@ def plain_table(table: pa.Table) -> pa.Table:
 
 def _plain_type(kind: pa.DataType) -> pa.DataType:
     types = pa.types
-    if types.is_dictionary(kind):
-        return _plain_type(kind.value_type)
+    if isinstance(kind, pa.BaseExtensionType) or types.is_dictionary(kind):
+        return _plain_type(kind.value_type if types.is_dictionary(kind) else kind.storage_type)
     if types.is_large_string(kind) or types.is_string_view(kind):
         return pa.string()
     if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):

@@ -36,6 +36,12 @@ _LABEL_NAMES: Final = frozenset(("label", "click", "clicked", "is_click", "targe
 _DELIMITERS: Final = (",", "\t", ";", "|")
 _LONGEST_LINE: Final = 1 << 20
 _TIME_PARTS: Final = ("hour", "weekday")
+_READ: Final = (
+    pa.types.is_null, pa.types.is_integer, pa.types.is_floating, pa.types.is_decimal, pa.types.is_string,
+    pa.types.is_binary, pa.types.is_boolean, pa.types.is_timestamp, pa.types.is_date,
+)  # fmt: skip
+_NEEDED: Final = "give a column with two values or more"
+_EXACT: Final = 2**53  # whole numbers up to it are the same as floats
 
 
 @dataclass(frozen=True)
@@ -110,7 +116,7 @@ def infer_config(
         bins: how many quantiles numbers are cut at; one category for each entry.
 
     Raises:
-        SchemaError: a named column does not exist, or no column is left to learn from.
+        SchemaError: a named column does not exist or is no number, or no column is left to learn from.
 
     Example:
         >>> table = pa.table({"click": [0, 1, 0, 1], "price": [0.5, 2.0, 1.5, 9.0], "site": ["a", "b", "a", "b"]})
@@ -136,7 +142,8 @@ def infer_config(
         else:
             columns.append(_feature(name, values, known.get(name), min_count, bins, found, target))
     if not found.dense and not found.categorical:
-        raise SchemaError("no column to learn from", value=[f"{one.name}: {one.note}" for one in columns])
+        value = [f"{one.name}: {one.note}" for one in columns if one.kind == "ignored"]
+        raise SchemaError("no column to learn from", value=value or "there are labels alone", fix=_NEEDED)
     config = EtlConfig.from_dict(
         {
             "input": {"columns": found.inputs, "quote": '"'},
@@ -263,14 +270,21 @@ def _feature(
     kind = values.type
     if pa.types.is_nested(kind):
         return _list(name, kind, min_count, found)
-    distinct = 0 if pa.types.is_null(kind) else pc.count_distinct(values, mode="only_valid").as_py()
+    distinct = 0
+    if readable := any(is_kind(kind) for is_kind in _READ):
+        distinct = 0 if pa.types.is_null(kind) else pc.count_distinct(values, mode="only_valid").as_py()
     if distinct < 2 and not (distinct == 1 and values.null_count):
-        return InferredColumn(name, "ignored", "no value" if distinct == 0 else "one value")
-    if pa.types.is_temporal(kind) and not pa.types.is_duration(kind) and not pa.types.is_time(kind):
-        return _time(name, found)
+        note = f"values of type {kind}" if not readable else "no value" if distinct == 0 else "one value"
+        return InferredColumn(name, "ignored", note)
+    if pa.types.is_temporal(kind):
+        return _time(name, _TIME_PARTS if pa.types.is_timestamp(kind) else ("weekday",), found)
     is_number = (
         pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind)
     ) and known != "category"
+    if known == "number" and not is_number:
+        raise SchemaError(
+            "a column that is named as a number has no numbers", where=f"column {name!r}", value=str(kind)
+        )
     if not is_number:
         return _category(name, values, distinct, min_count, found)
     if known != "number" and (reason := _id_reason(name, values, distinct)):
@@ -290,21 +304,29 @@ def _list(name: str, kind: Any, min_count: int, found: _Found) -> InferredColumn
     return InferredColumn(name, "list", "a bag of categories")
 
 
-def _time(name: str, found: _Found) -> InferredColumn:
+def _time(name: str, parts: Sequence[str], found: _Found) -> InferredColumn:
     found.inputs.append({"name": name, "type": "timestamp"})
-    for part in _TIME_PARTS:
+    for part in parts:
         found.derived.append({"type": "date_part", "name": f"{name}_{part}", "source": name, "part": part})
         found.categorical.append({"name": f"{name}_{part}", "encoding": {"type": "categorify"}})
-    return InferredColumn(name, "time", " and ".join(_TIME_PARTS))
+    return InferredColumn(name, "time", " and ".join(parts))
 
 
 def _category(name: str, values: Any, distinct: int, min_count: int, found: _Found, reason: str = "") -> InferredColumn:
     rows = len(values) - values.null_count
     if distinct > 0.95 * rows and rows > 100:
         return InferredColumn(name, "ignored", "nearly every row has a value of its own")
-    found.inputs.append({"name": name, "type": "int" if pa.types.is_integer(values.type) else "string"})
+    kind = "hex" if _beyond_63_bits(values) else "int" if pa.types.is_integer(values.type) else "string"
+    if pa.types.is_floating(values.type) or pa.types.is_decimal(values.type):
+        kind = "float"
+    found.inputs.append({"name": name, "type": kind})
     found.categorical.append({"name": name, "encoding": {"type": "categorify", "min_count": min_count}})
     return InferredColumn(name, "category", f"{distinct:,} values" + (f"; {reason}" if reason else ""))
+
+
+def _beyond_63_bits(values: Any) -> bool:
+    """Whether whole numbers, such as hashes, have 64 bits without a sign."""
+    return pa.types.is_uint64(values.type) and int(pc.max(values).as_py() or 0) >= 2**63
 
 
 def _id_reason(name: str, values: Any, distinct: int) -> str:
@@ -313,6 +335,8 @@ def _id_reason(name: str, values: Any, distinct: int) -> str:
         return ""
     if _ID_NAME.search(name):
         return "an id by its name"
+    if _beyond_63_bits(values):
+        return "whole numbers of 64 bits"
     sample = pc.drop_null(values.slice(0, _MOST_COUNTED)).to_numpy().astype(np.float64)
     low, high = sample.min(), sample.max()
     median = float(np.median(sample))
@@ -332,7 +356,6 @@ def _number(
     target: NDArray[np.float64] | None,
 ) -> InferredColumn:
     whole = pa.types.is_integer(values.type)
-    found.inputs.append({"name": name, "type": "int" if whole else "float"})
     sample = pc.drop_null(values.slice(0, _MOST_COUNTED)).cast(pa.float64(), safe=False).to_numpy()
     sample = sample[np.isfinite(sample)]
     skewed = len(sample) > 0 and sample.min() >= -2 and sample.max() > 10 * max(float(np.median(sample)), 1.0)
@@ -350,6 +373,9 @@ def _number(
         found.categorical.append({"name": f"{name}_bin{num_bins}", "source": name, "encoding": encoding})
         notes.append(f"{num_bins} quantiles")
     is_boolean = whole and distinct == 2 and len(sample) > 0 and sample.min() == 0 and sample.max() == 1
+    # A number may have a fraction later, or a mean in its place; beyond 2^53 floats would merge whole numbers.
+    stays_whole = is_boolean or (whole and len(sample) > 0 and np.abs(sample).max() >= _EXACT)
+    found.inputs.append({"name": name, "type": "int" if stays_whole else "float"})
     return InferredColumn(name, "boolean" if is_boolean else "number", "0 and 1" if is_boolean else ", ".join(notes))
 
 

@@ -20,11 +20,11 @@ from viviane.etl.text import Chunk
 
 ROWS_PER_CHUNK: Final = 65_536
 _ACCEPTED: Final = {
-    "float": "a float or integer column",
+    "float": "a float, decimal or integer column",
     "int": "an integer column",
     "string": "a string column",
     "hex": "a string of hexadecimal digits, or an integer column",
-    "timestamp": "a timestamp column",
+    "timestamp": "a timestamp or date column",
     "bool": "a boolean or string column, or an integer column of 0 and 1",
 }
 
@@ -117,7 +117,7 @@ def typed_chunk(table: pa.Table, wanted: tuple[InputColumn, ...], first_row: int
         raw = table.column(column.name)
         if pa.types.is_dictionary(raw.type):
             raw = raw.cast(raw.type.value_type)
-        if _is_text(raw.type):
+        if _is_text(raw.type) or (column.type == "string" and _is_bytes(raw.type)):
             raw = _checked_text(raw)
             if pa.types.is_string(raw.type) and missing:
                 raw = _without_missing(raw, missing)
@@ -130,7 +130,7 @@ def typed_chunk(table: pa.Table, wanted: tuple[InputColumn, ...], first_row: int
 def _checked_text(column: Any) -> Any:
     """Return text as strings, or as bytes where some of it is not UTF-8: then each cell is looked at."""
     if not pa.types.is_string(column.type):
-        column = column.cast(pa.string())
+        column = column.cast(pa.string(), safe=False)
     try:
         column.validate(full=True)
     except pa.ArrowInvalid:
@@ -140,6 +140,11 @@ def _checked_text(column: Any) -> Any:
 
 def _is_text(kind: pa.DataType) -> bool:
     return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind))
+
+
+def _is_bytes(kind: pa.DataType) -> bool:
+    """Whether it is text of a writer that does not say that it is UTF-8."""
+    return bool(pa.types.is_binary(kind) or pa.types.is_large_binary(kind))
 
 
 def _without_missing(column: Any, missing: tuple[str, ...]) -> Any:
@@ -179,11 +184,11 @@ def fits(kind: pa.DataType, column: InputColumn, *, text_allowed: bool = False) 
             return column.separator is not None and _is_text(kind)
     text = _is_text(kind)
     accepted = {
-        "float": types.is_floating(kind) or types.is_integer(kind) or types.is_boolean(kind),
+        "float": any(one(kind) for one in (types.is_floating, types.is_integer, types.is_boolean, types.is_decimal)),
         "int": types.is_integer(kind) or types.is_boolean(kind) or (text_allowed and types.is_floating(kind)),
-        "string": text,
+        "string": text or _is_bytes(kind),
         "hex": text or types.is_integer(kind),
-        "timestamp": types.is_timestamp(kind),
+        "timestamp": types.is_timestamp(kind) or types.is_date(kind),
         "bool": types.is_boolean(kind) or types.is_integer(kind) or text or (text_allowed and types.is_floating(kind)),
     }
     return bool(accepted[column.type] or types.is_null(kind))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Real
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -138,7 +140,8 @@ class PriorCorrection:
         Raises:
             ConfigError: the fraction is not in (0, 1].
         """
-        if not 0 < kept <= 1:
+        given: Any = kept
+        if isinstance(given, bool) or not isinstance(given, Real) or not 0 < float(given) <= 1:
             raise ConfigError("not a valid fraction of negatives", value=kept, allowed="0 < kept <= 1")
         return cls(kept)
 

@@ -7,10 +7,10 @@ import shutil
 import tempfile
 import weakref
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Any, Final, Self, cast
 
 import numpy as np
 import pyarrow as pa
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from sklearn.base import BaseEstimator
 from sklearn.utils.validation import check_is_fitted, check_random_state, column_or_1d, validate_data
 
-from viviane.core.errors import ConfigError, DataError
+from viviane.core.errors import ConfigError, DataError, suggest
 from viviane.core.locations import AnyPath
 from viviane.core.rows import as_table, is_frame, refuse_shuffled
 from viviane.model import Model
@@ -26,6 +26,7 @@ from viviane.sklearn.table import Encoded, encode, names_of
 
 _MODEL: Final = "model_"
 _ZIPPED: Final = "_zipped_model"
+_EXACT: Final = 2.0**53  # whole numbers below it are exact as floats
 
 
 class TableEstimator(BaseEstimator):  # type: ignore[misc]
@@ -53,14 +54,16 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
             array = validate_data(
                 self, X, reset=reset, dtype=None, ensure_all_finite=False, ensure_min_samples=1, accept_sparse=False
             )
-            if array.dtype.kind in "fc" and np.isinf(array).any():
-                raise DataError("X has infinite values", value="inf", fix="replace them, or make them missing (NaN)")
             # As in scikit-learn: columns without names are those of fit, in their order.
             known = () if reset else getattr(self, "feature_names_in_", ())
-            return _nan_as_missing(as_table(array, [*known] or [f"x{n}" for n in range(array.shape[1])]))
+            return _settled(as_table(array, [*known] or [f"x{n}" for n in range(array.shape[1])]), learn=reset)
         table = as_table(X)
+        if reset and not table.num_columns:
+            raise DataError("X has no columns", value=type(X).__name__)
         if reset and not table.num_rows:
             raise DataError("X has no rows", value=f"0 rows, columns {', '.join(table.column_names[:10])}")
+        if reset and "" in table.column_names:
+            raise DataError("a column of X has no name", where=f"column {table.column_names.index('')}", fix="name it")
         if reset:
             self.feature_names_in_ = np.array(table.column_names, dtype=object)
             self.n_features_in_ = len(table.column_names)
@@ -79,12 +82,18 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
             )
         else:
             table = table.rename_columns([f"x{n}" for n in range(self.n_features_in_)])
-        return _nan_as_missing(table)
+        return _settled(table, learn=reset)
 
     def _encode(self, table: pa.Table, labels: dict[str, NDArray[np.float64]], folder: Path, **more: Any) -> Encoded:
+        for name in ("categories", "numbers"):
+            for one in names_of(getattr(self, name)):
+                if one not in table.column_names:
+                    fix = suggest(one, table.column_names)
+                    raise ConfigError("X has no such column", where=name, value=one, fix=fix)
         encoded = encode(
             table, labels, folder, categories=names_of(self.categories), numbers=names_of(self.numbers),
-            min_count=self.min_count, threads=self.num_threads, **more,
+            min_count=None if self.min_count is None else int(self.min_count),
+            threads=None if self.num_threads is None else int(self.num_threads), **more,
         )  # fmt: skip
         self.columns_ = encoded.inferred.columns
         self.etl_config_ = encoded.inferred.config
@@ -176,7 +185,7 @@ def say(text: str) -> None:
 
 
 def weights_of(sample_weight: Any, rows: int) -> NDArray[np.float64] | None:
-    """Return checked sample weights.
+    """Return checked sample weights, scaled to a mean of 1: what they are multiplied with has no effect.
 
     Raises:
         DataError: there is not one for each row, or one is negative or not finite.
@@ -194,7 +203,8 @@ def weights_of(sample_weight: Any, rows: int) -> NDArray[np.float64] | None:
         )  # fmt: skip
     if not weights.any():
         raise DataError("all sample weights are zero", fix="leave sample_weight out, or weight some rows")
-    return weights
+    scaled: NDArray[np.float64] = weights / weights.mean()
+    return scaled
 
 
 def is_whole(value: Any) -> bool:
@@ -203,13 +213,14 @@ def is_whole(value: Any) -> bool:
 
 
 def check_numbers(estimator: Any) -> None:
-    """Refuse settings of training that are out of range, by the estimator's own names for them.
+    """Refuse settings that are out of range, by the estimator's own names for them.
 
     Raises:
-        ConfigError: epochs or batch_size is no whole number from 1, a learning rate none above 0.
+        ConfigError: a count is no whole number from 1, a learning rate none above 0, a share none between 0 and 1/2,
+            or columns are no names, or both categories and numbers.
     """
-    for name in ("epochs", "batch_size"):
-        value = getattr(estimator, name)
+    for name in ("epochs", "batch_size", "num_threads", "min_count", "num_folds"):
+        value = getattr(estimator, name, None)
         if value is not None and not is_whole(value):
             raise ConfigError("not a whole number of at least 1", where=name, value=value, allowed="1 or more, None")
     for name in ("lr", "table_lr"):
@@ -218,6 +229,15 @@ def check_numbers(estimator: Any) -> None:
             isinstance(value, bool) or not isinstance(value, Real) or not 0 < float(value) < np.inf
         ):
             raise ConfigError("not a learning rate", where=name, value=value, allowed="a number above 0, None")
+    checked_share(estimator.validation_fraction)
+    named = {}
+    for name in ("categories", "numbers"):
+        value = getattr(estimator, name)
+        if value is not None and not isinstance(value, Iterable):
+            raise ConfigError("not names of columns", where=name, value=value, allowed="a list of names, a name, None")
+        named[name] = set(names_of(getattr(estimator, name)))
+    if both := sorted(map(str, named["categories"] & named["numbers"])):
+        raise ConfigError("a column is a category or a number", where="categories, numbers", value=", ".join(both))
 
 
 def column(values: Any, rows: int, what: str) -> NDArray[Any]:
@@ -226,6 +246,10 @@ def column(values: Any, rows: int, what: str) -> NDArray[Any]:
     Raises:
         DataError: another number of values, or a missing one: None, NaN or infinity.
     """
+    if isinstance(values, str | bytes):
+        raise DataError(
+            f"{what} is text, not values", value=values[:80], fix=f"give the column: frame[{values[:80]!r}]"
+        )
     if hasattr(values, "to_numpy"):
         values = values.to_numpy()
     if isinstance(values, pa.Array | pa.ChunkedArray):
@@ -256,14 +280,29 @@ def _is_missing(value: Any) -> bool:
     return value is None or type(value).__name__ in {"NAType", "NaTType"}  # of pandas, which is not imported for this
 
 
-def _nan_as_missing(table: pa.Table) -> pa.Table:
-    """Return a table whose NaN are missing values."""
+def _settled(table: pa.Table, *, learn: bool) -> pa.Table:
+    """Return a table whose NaN are missing values, without infinite ones.
+
+    Args:
+        learn: whether column types are inferred from it: whole numbers that are floats because one of them is missing,
+            or by an array's common type, are whole numbers then.
+    """
     import pyarrow.compute as pc
 
     arrays: list[Any] = []
-    for values in table.columns:
+    for name, values in zip(table.column_names, table.columns, strict=True):
         if pa.types.is_floating(values.type):
-            values = pc.if_else(pc.is_nan(values), None, values)  # noqa: PLW2901
+            values = cast(Any, pc.if_else(pc.is_nan(values), None, values))  # noqa: PLW2901
+            infinite: Any = pc.fill_null(pc.is_inf(values), False)
+            if pc.any(infinite).as_py():
+                raise DataError(
+                    "Input X contains infinity", where=f"column {name!r}, row {pc.index(infinite, True).as_py()}",
+                    value=f"{pc.sum(infinite).as_py()} of {len(values)} rows", fix="make these values missing (NaN)",
+                )  # fmt: skip
+            size: Any = pc.abs(values)
+            whole: Any = pc.and_(pc.equal(size, pc.floor(size)), pc.less(size, pa.scalar(_EXACT)))
+            if learn and pc.all(whole).as_py():
+                values = values.cast(pa.int64())  # noqa: PLW2901
         arrays.append(values)
     return pa.table(arrays, names=table.column_names)
 
@@ -280,15 +319,15 @@ def _zipped(model: Model) -> bytes:
         return content.getvalue()
 
 
-def checked_share(value: float) -> float:
+def checked_share(value: Any) -> float:
     """Return the share of rows that are held out.
 
     Raises:
         ConfigError: it is not between 0 and 1/2.
     """
-    if not 0 < value <= 0.5:
+    if isinstance(value, bool) or not isinstance(value, Real) or not 0 < float(value) <= 0.5:
         raise ConfigError("not a share of rows", where="validation_fraction", value=value, allowed="0 < x <= 0.5")
-    return value
+    return float(value)
 
 
 def plural(count: int, word: str) -> str:

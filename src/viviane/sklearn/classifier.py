@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from dataclasses import replace
+from numbers import Real
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -117,7 +118,7 @@ class CTRClassifier(ClassifierMixin, TableEstimator):  # type: ignore[misc]
         Args:
             X: a pandas, Polars or Arrow table, columns by name, a list of dicts, or an array (rows, columns).
             y: two different labels, numbers or texts, (rows,); "label" columns need no conversion.
-            sample_weight: of each row in the loss, (rows,).
+            sample_weight: of each row in the loss, (rows,); only their ratios count.
 
         Raises:
             ConfigError: a setting is not possible. DataError: rows or labels cannot be used.
@@ -169,15 +170,18 @@ class CTRClassifier(ClassifierMixin, TableEstimator):  # type: ignore[misc]
     def _check_settings(self) -> None:
         if self.calibration not in (None, "platt", "isotonic"):
             raise ConfigError("unknown calibration", value=self.calibration, allowed="platt, isotonic, None")
-        if self.num_folds is not None and (not isinstance(self.num_folds, int) or self.num_folds < 1):
-            raise ConfigError("not a number of folds", where="num_folds", value=self.num_folds, allowed="1 or more")
         if self.negative_share is not None:
             PriorCorrection.of_sampling(self.negative_share)
 
     def _classes(self, y: Any, rows: int) -> NDArray[np.float64]:
         labels = column(y, rows, "y")
-        check_classification_targets(labels)
-        self.classes_, codes = np.unique(labels, return_inverse=True)
+        try:
+            check_classification_targets(labels)
+            self.classes_, codes = np.unique(labels, return_inverse=True)
+        except TypeError as error:
+            raise DataError(
+                "y has labels of several types", value=str(error), fix="make them all text, or numbers"
+            ) from error
         if len(self.classes_) > 2:
             raise ValueError(
                 f"Only binary classification is supported. The type of the target is multiclass: "
@@ -197,11 +201,11 @@ class CTRClassifier(ClassifierMixin, TableEstimator):  # type: ignore[misc]
         if wanted is None:
             folds_of_few = _MOST_FOLDS if size.rows <= _ROWS_OF_MOST else 3
             wanted = folds_of_few if self.model == "auto" and size.rows <= SMALL_ROWS else 1
-        return min(wanted, max(int(size.positives), 1))
+        return min(int(wanted), max(int(size.positives), 1))
 
     def _adapted(self, member: Member, pair: tuple[float, float] | None) -> Member:
         given = {name: getattr(self, name) for name in ("epochs", "batch_size", "lr", "table_lr")}
-        solver: dict[str, Any] = {"device": self.device, "num_threads": self.num_threads or 1}
+        solver: dict[str, Any] = {"device": self.device, "num_threads": int(self.num_threads or 1)}
         if pair is not None:
             solver |= {"class_weights": pair, "correct_class_weights": True}
         chosen = {name: value for name, value in given.items() if value is not None}
@@ -217,9 +221,15 @@ class CTRClassifier(ClassifierMixin, TableEstimator):  # type: ignore[misc]
         elif isinstance(self.class_weight, dict) and set(self.class_weight) <= set(self.classes_.tolist()):
             low, high = (self.class_weight.get(one, 1.0) for one in self.classes_.tolist())
         else:
-            fix = f"a dict from the labels {self.classes_.tolist()}, or 'balanced'"
-            raise ConfigError("not class weights", where="class_weight", value=self.class_weight, allowed=fix)
-        return float(low), float(high)
+            raise self._no_class_weights()
+        if not all(isinstance(one, Real) and 0 < float(one) < np.inf for one in (low, high)):
+            raise self._no_class_weights()
+        mean = low * (1 - labels.mean()) + high * labels.mean()  # only their ratio counts, as for sample_weight
+        return float(low / mean), float(high / mean)
+
+    def _no_class_weights(self) -> ConfigError:
+        allowed = f"a dict from the labels {self.classes_.tolist()} to numbers above 0, or 'balanced'"
+        return ConfigError("not class weights", where="class_weight", value=self.class_weight, allowed=allowed)
 
     # Training ---------------------------------------------------------------------------------------------
 
@@ -276,7 +286,7 @@ class CTRClassifier(ClassifierMixin, TableEstimator):  # type: ignore[misc]
         self.isotonic_ = (
             IsotonicCalibration.fit(p, labels, weight) if self.calibration == "isotonic" and enough else None
         )
-        self.validation_ = {"log_loss": log_loss(labels, p, weight), "auc": auc(labels, p)}
+        self.validation_ = {"log_loss": log_loss(labels, p, weight), "auc": auc(labels, p, weight)}
         self.members_ = [
             (member.name, float(share), log_loss(labels, sigmoid(own), weight))
             for member, share, own in zip(members, shares, logits.T, strict=True)
@@ -299,8 +309,8 @@ def log_loss(y: NDArray[np.float64], p: NDArray[np.float64], weight: NDArray[np.
     return float(np.average(losses, weights=weight))
 
 
-def auc(y: NDArray[np.float64], p: NDArray[np.float64]) -> float:
-    """Return the area under the ROC curve; NaN where there is one class."""
+def auc(y: NDArray[np.float64], p: NDArray[np.float64], weight: NDArray[np.float64] | None = None) -> float:
+    """Return the weighted area under the ROC curve; NaN where there is one class."""
     from sklearn.metrics import roc_auc_score
 
-    return float(roc_auc_score(y, p)) if 0 < y.sum() < len(y) else float("nan")
+    return float(roc_auc_score(y, p, sample_weight=weight)) if 0 < y.sum() < len(y) else float("nan")

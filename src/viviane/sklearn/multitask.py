@@ -101,7 +101,7 @@ class CTRMultiTaskClassifier(ClassifierMixin, TableEstimator):  # type: ignore[m
             encoded = self._encode(table, labels, Path(folder), weight=weight)
             member = named(self.model, Size.of(encoded.schema, first[~np.isnan(first)]))
             given = {name: getattr(self, name) for name in ("epochs", "batch_size", "lr", "table_lr")}
-            solver = {"device": self.device, "num_threads": self.num_threads or 1}
+            solver = {"device": self.device, "num_threads": int(self.num_threads or 1)}
             member = replace(member, solver=solver, **{k: v for k, v in given.items() if v is not None})
             ((train_rows, held_rows),) = folds(first, 1, checked_share(self.validation_fraction), seed)
             train, held = encoded.dataset("train", train_rows), encoded.dataset("held", held_rows)

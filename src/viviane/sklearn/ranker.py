@@ -115,7 +115,7 @@ class CTRRanker(TableEstimator):
             encoded = self._encode(table, {label: relevance}, Path(folder), weight=weight, groups=groups)
             member = named(self.model, Size.of(encoded.schema, relevance))
             given = {name: getattr(self, name) for name in ("epochs", "batch_size", "lr", "table_lr")}
-            solver = {"device": self.device, "num_threads": self.num_threads or 1}
+            solver = {"device": self.device, "num_threads": int(self.num_threads or 1)}
             recipe = _Without(member.recipe, beside)
             member = replace(member, recipe=recipe, solver=solver, **{k: v for k, v in given.items() if v is not None})
             ((train_rows, held_rows),) = folds(relevance, 1, checked_share(self.validation_fraction), seed, groups)

@@ -99,10 +99,7 @@ def encode(
     for name, values in columns.items():
         whole = whole.append_column(name, values)
     used = [column.name for column in inferred.config.input.columns]
-    raw = folder / "raw.parquet"
-    pq.write_table(whole.select(used), raw)
-    etl.run(inferred.config, raw, folder / "data", threads=threads, overwrite=True)
-    raw.unlink()
+    etl.run(inferred.config, whole.select(used), folder / "data", threads=threads, overwrite=True)
     data = Dataset(folder / "data" / "train")
     parts = sorted((folder / "data" / "train").glob("part-*.parquet"))
     encoded = pa.concat_tables([pq.read_table(part) for part in parts])
@@ -122,9 +119,7 @@ def infer_with(
     whole = table
     for name, values in labels.items():
         whole = whole.append_column(name, pa.array(values, from_pandas=True))
-    inferred = infer_config(
-        whole, list(labels), categories=categories, numbers=numbers, min_count=min_count
-    )  # fmt: skip
+    inferred = infer_config(whole, list(labels), categories=categories, numbers=numbers, min_count=min_count)
     data = inferred.config.to_dict()
     for spec in data["labels"]:
         if np.isnan(labels[spec["name"]]).any():

@@ -1,0 +1,166 @@
+"""Columns of every type that frames have, and what becomes of numbers, weights and settings."""
+
+from __future__ import annotations
+
+import datetime
+import decimal
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pytest
+
+import viviane as vv
+from viviane.core.errors import ConfigError, DataError, SchemaError
+from viviane.core.rows import as_table
+
+ROWS = 240
+
+
+def classifier(**settings: Any) -> vv.CTRClassifier:
+    return vv.CTRClassifier("linear", **{"epochs": 1, "num_folds": 1, "verbose": 0, **settings})
+
+
+@pytest.fixture(scope="module")
+def rows() -> tuple[pd.DataFrame, np.ndarray]:
+    random = np.random.default_rng(0)
+    frame = pd.DataFrame({"age": random.integers(18, 80, ROWS), "user_id": random.integers(0, 12, ROWS)})
+    frame["site"] = random.choice(["a", "b", "c"], ROWS)
+    return frame, (random.random(ROWS) < 0.2 + 0.4 * (frame["site"] == "a")).astype(int).to_numpy()
+
+
+DAY = pd.Timestamp("2024-01-01")
+HOURS = DAY + pd.to_timedelta(np.arange(ROWS) * 7, unit="h")
+COLUMNS: dict[str, tuple[Callable[[], Any], str]] = {
+    "dates": (lambda: [one.date() for one in HOURS], "time"),
+    "times": (lambda: [datetime.time(n % 24) for n in range(ROWS)], "number"),
+    "durations": (lambda: HOURS - DAY, "number"),
+    "periods": (lambda: HOURS.to_period("D"), "time"),
+    "intervals": (lambda: pd.cut(np.arange(ROWS) % 50, 4), "category"),
+    "bytes": (lambda: [b"a", b"b", None] * (ROWS // 3), "category"),
+    "decimals": (lambda: [decimal.Decimal(n) / 4 for n in range(ROWS)], "number"),
+    "hashes": (lambda: np.arange(ROWS, dtype=np.uint64) % 5 + np.uint64(2**63), "category"),
+    "sparse": (lambda: pd.arrays.SparseArray(np.arange(ROWS) % 2), "boolean"),
+    "structs": (lambda: [{"a": 1}, {"a": 2}] * (ROWS // 2), "ignored"),
+}
+
+
+@pytest.mark.parametrize("name", COLUMNS)
+def test_a_column_of_this_type_is_learned_and_predicted(name: str, rows: Any) -> None:
+    values, kind = COLUMNS[name]
+    frame = rows[0].assign(x=values())
+    clf = classifier().fit(frame, rows[1])
+    assert {one.name: one.kind for one in clf.columns_}["x"] == kind
+    whole = clf.predict_proba(frame)
+    np.testing.assert_array_equal(clf.predict_proba(frame.iloc[5:9]), whole[5:9])
+
+
+def test_durations_are_seconds_in_every_unit() -> None:
+    ticks = pa.chunked_array([pa.array([1500, None], pa.int64())])
+    for unit, type_of, seconds in [("ms", pa.duration, 1.5), ("us", pa.time64, 0.0015), ("ms", pa.time32, 1.5)]:
+        kind = type_of(unit)
+        values = ticks.cast(pa.int32() if kind.bit_width == 32 else pa.int64()).cast(kind)
+        assert as_table(pa.table({"x": values})).to_pydict() == {"x": [seconds, None]}
+
+
+def test_whole_numbers_are_the_same_as_floats_and_with_missing_ones(rows: Any) -> None:
+    """pandas makes whole numbers floats as soon as one is missing; an id stays an id, and a number a number."""
+    frame, y = rows
+    gaps = frame.assign(
+        age=frame["age"].astype("Int64").mask(frame["age"] < 25),
+        user_id=frame["user_id"].astype("Int64").mask(frame["age"] > 70),
+    )
+    for given in (frame, gaps):
+        floats = given.assign(age=given["age"].astype(float), user_id=given["user_id"].astype(float))
+        one, other = classifier().fit(given, y), classifier().fit(floats, y)
+        assert one.columns_ == other.columns_
+        assert {c.name: c.kind for c in other.columns_}["user_id"] == "category"
+        np.testing.assert_array_equal(one.predict_proba(given), other.predict_proba(floats))
+
+
+def test_a_number_may_have_a_fraction_in_prediction(rows: Any) -> None:
+    clf = classifier().fit(*rows)
+    few = rows[0].head(3).assign(age=[30.0, 30.5, 31.0])
+    low, middle, high = clf.decision_function(few.assign(user_id=1, site="a"))
+    assert min(low, high) <= middle <= max(low, high)
+
+
+@pytest.mark.parametrize("as_array", [False, True])
+def test_infinity_is_refused_with_column_and_row(rows: Any, as_array: bool) -> None:
+    frame = rows[0][["age"]].astype(float)
+    clf = classifier().fit(frame, rows[1])
+    frame.loc[7, "age"] = np.inf
+    given = frame.to_numpy() if as_array else frame
+    for call in (lambda: classifier().fit(given, rows[1]), lambda: clf.predict_proba(given)):
+        with (
+            pytest.raises(DataError, match=r"(?s)contains infinity.*row 7.*1 of 240"),
+            warnings.catch_warnings(action="ignore"),
+        ):
+            call()
+
+
+def test_only_ratios_of_weights_count(rows: Any) -> None:
+    frame, y = rows
+    weight = np.where(frame["age"] > 40, 2.0, 1.0)
+    expected = classifier().fit(frame, y, sample_weight=weight).predict_proba(frame)
+    for factor in (2.0**-10, 2.0**6):  # powers of two, so that the products are exact
+        found = classifier().fit(frame, y, sample_weight=weight * factor).predict_proba(frame)
+        np.testing.assert_array_equal(found, expected)
+    plain = classifier().fit(frame, y).predict_proba(frame)
+    np.testing.assert_array_equal(
+        classifier().fit(frame, y, sample_weight=np.full(ROWS, 8.0)).predict_proba(frame), plain
+    )
+    classes = [classifier(class_weight={0: 1 * n, 1: 5 * n}).fit(frame, y).predict_proba(frame) for n in (1, 64)]
+    np.testing.assert_array_equal(*classes)
+
+
+@pytest.mark.parametrize("name", ["num_folds", "epochs", "batch_size", "min_count", "num_threads"])
+def test_counts_may_be_numpys_and_nothing_else(name: str, rows: Any) -> None:
+    classifier(**{name: np.int64(2)}).fit(*rows)
+    for wrong in (True, 2.0, "2", 0, -1):
+        with pytest.raises(ConfigError, match=rf"(?s)not a whole number.*{name}"):
+            classifier(**{name: wrong}).fit(*rows)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"validation_fraction": "a"}, "not a share of rows"),
+        ({"negative_share": "x"}, "not a valid fraction of negatives"),
+        ({"categories": 3}, r"not names of columns(?s:.)*categories"),
+        ({"categories": ["sit"]}, r"X has no such column(?s:.)*categories(?s:.)*did you mean 'site'"),
+        ({"categories": ["age"], "numbers": ["age"]}, "a category or a number"),
+        ({"class_weight": {0: -1, 1: 2}}, "not class weights"),
+        ({"class_weight": {0: "a", 1: 2}}, "not class weights"),
+    ],
+)
+def test_settings_are_refused_by_their_own_names(settings: dict[str, Any], message: str, rows: Any) -> None:
+    with pytest.raises(ConfigError, match=message):
+        classifier(**settings).fit(*rows)
+
+
+def test_numbers_may_be_named_as_categories_and_text_not_as_numbers(rows: Any) -> None:
+    frame = rows[0].assign(rate=rows[0]["age"] % 5 / 2)
+    clf = classifier(categories=["rate", "age"]).fit(frame, rows[1])
+    assert [one.kind for one in clf.columns_] == ["category"] * 4
+    np.testing.assert_array_equal(clf.predict_proba(frame.iloc[:3]), clf.predict_proba(frame)[:3])
+    with pytest.raises(SchemaError, match=r"(?s)named as a number.*column 'site'"):
+        classifier(numbers="site").fit(*rows)
+
+
+def test_refuses_labels_and_columns_that_cannot_be(rows: Any) -> None:
+    frame, y = rows
+    with pytest.raises(DataError, match=r"(?s)y is text.*frame\['click'\]"):
+        classifier().fit(frame, "click")
+    with pytest.raises(DataError, match="labels of several types"):
+        classifier().fit(frame, pd.Series(["a", 1] * (ROWS // 2), dtype=object))
+    with pytest.raises(DataError, match="X has no columns"):
+        classifier().fit(frame[[]], y)
+    with pytest.raises(DataError, match="has no name"):
+        classifier().fit(frame.rename(columns={"age": ""}), y)
+    with pytest.raises(SchemaError, match="no column to learn from") as caught:
+        classifier().fit(pd.DataFrame({"k": ["a"] * ROWS}), y)
+    assert "label" not in str(caught.value)
