@@ -226,7 +226,7 @@ MISTAKES = [
     ([], {"model": {"zoo": "dlrm", "nodes": []}}, "exactly one form"),
     ([], {"model": {"nodes": [], "dim": 4}}, "beside the graph.*'dim'"),
     ([], {"model": {"nodes": [{"node": "Input", "labels": "y"}]}}, r"nodes\.0\.Input\.labels.*did you mean 'label'"),
-    ([], {"model": {"file": "no.json"}}, r"cannot read the JSON file.*no\.json"),
+    ([], {"model": {"file": "no.json"}}, r"no such file.*no\.json"),
     ([], {"model": None}, r"required key is missing.*c\.json, model"),
     ([], {"data": {"train": "d", "valid": "v"}}, r"data\.valid.*did you mean 'validation'"),
 ]  # fmt: skip

@@ -95,8 +95,9 @@ def test_json_is_strict(tmp_path: Path, text: str, problem: str) -> None:
 
 
 def test_unreadable_files_are_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot read the JSON file"):
-        load_json(tmp_path / "absent.json")
+    for absent in ("absent.json", "absent.yaml"):
+        with pytest.raises(ConfigError, match=r"(?s)no such file.*absent"):
+            load_json(tmp_path / absent)
     (tmp_path / "binary.json").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match="cannot read the JSON file"):
         load_json(tmp_path / "binary.json")

@@ -1,7 +1,9 @@
 """Column types from values; the file that comes of it runs."""
 
+import decimal
 import gzip
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -14,6 +16,7 @@ from viviane.cli.main import app
 from viviane.core.errors import DataError, SchemaError
 from viviane.core.rows import plain_table
 from viviane.etl import infer, infer_config, infer_file
+from viviane.etl.saved import as_written
 
 ROWS = 1000
 CHANCE = np.random.default_rng(0)
@@ -49,6 +52,45 @@ def test_each_column_becomes_what_its_values_are() -> None:
         "price": "log", "age": "standardize", "clicks": "standardize",
     }  # fmt: skip
     assert found.config.categorical[5].encoding.min_count == 10  # one positive is expected in so many rows
+
+
+def test_what_is_written_has_no_defaults_and_means_the_same() -> None:
+    found = infer_config(TABLE, ["click"], categories=["age"])
+    data = as_written(found.config)
+    assert etl.EtlConfig.from_dict(data) == found.config
+    assert data["input"]["columns"][1] == {"name": "price", "type": "float"}
+    assert data["categorical"][-1] == {"name": "seen_weekday"}
+    assert "sample_weight" not in data
+
+
+def test_of_a_folder_or_pattern_the_first_file_is_read(tmp_path: Path) -> None:
+    for n in (1, 0):
+        (tmp_path / f"part{n}.csv").write_text(f"click,site{n}\n1,a\n0,b\n")
+    for given in (tmp_path, tmp_path / "part*.csv"):
+        assert [one.name for one in infer_file(given).columns] == ["click", "site0"]
+    (tmp_path / "empty.csv").write_text("click,site\n")
+    with pytest.raises(DataError, match=r"(?s)the file has no rows.*empty.csv.*click, site"):
+        infer_file(tmp_path / "empty.csv")
+
+
+@pytest.mark.parametrize(
+    ("kind", "values"),
+    [
+        (pa.date32(), [19_000, 19_001, None]), (pa.decimal128(9, 2), ["1.50", "2.25", None]),
+        (pa.binary(), [b"x", b"y", None]), (pa.uint64(), [2**63, 2**64 - 1, 2**63]),
+        (pa.duration("us"), [1, 2, None]), (pa.time64("us"), [1, 2, None]),
+    ],
+)  # fmt: skip
+def test_the_inferred_file_reads_parquet_of_every_type(kind: Any, values: list[Any], tmp_path: Path) -> None:
+    if pa.types.is_decimal(kind):
+        column: Any = pa.array([None if one is None else decimal.Decimal(one) for one in values], kind)
+    else:
+        plain = pa.array(values, {pa.date32(): pa.int32(), pa.uint64(): pa.uint64()}.get(kind))
+        column = plain.cast(kind)
+    columns = {"click": pa.array([0, 1] * 60), "site": ["a", "b", "b"] * 40, "x": pa.concat_arrays([column] * 40)}
+    pq.write_table(pa.table(columns), tmp_path / "rows.parquet")
+    found = infer_file(tmp_path / "rows.parquet")
+    assert etl.run(found.config, tmp_path / "rows.parquet", tmp_path / "out", threads=1).rows == {"train": 120}
 
 
 def test_the_inferred_file_runs_on_the_rows_themselves(tmp_path: Path) -> None:

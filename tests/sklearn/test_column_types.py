@@ -151,6 +151,18 @@ def test_numbers_may_be_named_as_categories_and_text_not_as_numbers(rows: Any) -
         classifier(numbers="site").fit(*rows)
 
 
+def test_several_labels_are_named_in_every_mistake(rows: Any) -> None:
+    frame, y = rows
+    tasks = vv.CTRMultiTaskClassifier(epochs=1, verbose=0)
+    both = pd.DataFrame({"add to cart": y, "buy/now": y})
+    assert tasks.fit(frame, both).labels_ == ("add to cart", "buy/now")
+    with pytest.raises(DataError, match=r"(?s)0 and 1, or missing.*label 'buy/now'.*'no'.*y\['buy/now'\] == 'no'"):
+        tasks.fit(frame, both.assign(**{"buy/now": np.where(y == 1, "yes", "no")}))
+    for single in (pd.Series(y), "click"):
+        with pytest.raises(DataError, match="take CTRClassifier"):
+            tasks.fit(frame, single)
+
+
 def test_refuses_labels_and_columns_that_cannot_be(rows: Any) -> None:
     frame, y = rows
     with pytest.raises(DataError, match=r"(?s)y is text.*frame\['click'\]"):

@@ -12,7 +12,7 @@ from viviane.config import SGD, Adam, Solver
 from viviane.core.errors import ConfigError, SchemaError
 from viviane.model import GraphModule, Model, plan_graph
 from viviane.schema import Schema
-from viviane.zoo import NCF, PLE, MMoE, SharedBottom
+from viviane.zoo import NCF, PLE, DeepFM, MMoE, SharedBottom
 
 ONE, TWO = pair_schema(), pair_schema(("click", "buy"))
 MODELS = {
@@ -117,11 +117,25 @@ def test_towers_take_regression_labels() -> None:
     assert nodes["loss_click"].type == "BinaryCrossEntropyLoss"
 
 
+@pytest.mark.parametrize("recipe", [SharedBottom(), MMoE(), PLE()], ids=lambda one: type(one).__name__)
+def test_labels_may_have_any_name(recipe) -> None:
+    """Names of nodes are plain; two labels that differ only in what they leave out stay two."""
+    names = ["add to cart", "add/to/cart", "käufe", "add_to_cart"]
+    schema = Schema(labels=[{"name": name} for name in names], categorical=[{"name": "user", "num_ids": 9}])
+    model = Model(Solver(device="cpu"), schema)
+    model.add(recipe)
+    model.compile()
+    assert model.predict({"user": [3, 4]}).shape == (2, 4)
+    nodes = ["label_add_to_cart", "label_add_to_cart-2", "label_k_ufe", "label_add_to_cart-3"]
+    assert model.nodes[0].label == {node: (name,) for node, name in zip(nodes, names, strict=True)}
+
+
 BAG = {"name": "tags", "num_ids": 5, "kind": "multi_hot"}
 THREE = Schema(labels=[{"name": "y"}], categorical=[*(c.to_dict() for c in ONE.categorical), BAG])
 MISTAKES = [
     (lambda: SharedBottom().nodes(ONE), "(?s)two labels or more.*DCNv2"),
     (lambda: MMoE().nodes(ONE), "two labels or more"),
+    (lambda: DeepFM().nodes(TWO), "take mmoe, ple or shared_bottom"),
     (lambda: PLE().nodes(ONE), "two labels or more"),
     (lambda: NCF().nodes(THREE), "(?s)which columns are user and item.*name both"),
     (lambda: NCF(user="user").nodes(THREE), "which columns are user and item"),

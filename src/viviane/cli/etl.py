@@ -130,13 +130,14 @@ def _refuse_of_rows(split: str | None, engine: str, has_options: bool) -> None:
 def _infer(inputs: list[str], labels: list[str], output: Path | None, *, overwrite: bool) -> None:
     """Print what each column is, and write or print the declarative file."""
     from viviane.etl import infer_file
+    from viviane.etl.saved import as_written
 
     if len(inputs) != 1:
-        raise ConfigError("--infer reads one file", value=len(inputs), allowed="viviane etl --infer clicks.csv")
+        raise ConfigError("--infer reads one input", value=len(inputs), allowed="viviane etl --infer clicks.csv")
     if output is not None and output.exists() and not overwrite:
         raise ConfigError("the file exists", where=str(output), fix="choose another, or pass --overwrite")
     found = infer_file(inputs[0], labels)
-    text = json.dumps(found.config.to_dict(), indent=2, ensure_ascii=False) + "\n"
+    text = json.dumps(as_written(found.config), indent=2, ensure_ascii=False) + "\n"
     typer.echo(found.describe(), err=True)
     if output is None:
         typer.echo(text, nl=False)
@@ -168,7 +169,9 @@ def _choose(
 
     if sum(one is not None for one in (config, preset, apply)) != 1:
         raise ConfigError(
-            "the operation is missing", allowed="exactly one of --config FILE, --preset NAME, --apply etl.zip"
+            "the operation is missing",
+            allowed="exactly one of --config FILE, --preset NAME, --apply etl.zip",
+            fix="for a first --config FILE: viviane etl --infer INPUT --output FILE",
         )
     if options and preset is None:
         flag = "--" + next(iter(options)).replace("_", "-")

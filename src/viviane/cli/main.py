@@ -90,7 +90,9 @@ def find_command(name: str) -> Any:
     return typer.main.get_command(single)
 
 
-app = typer.Typer(cls=_LazyGroup, no_args_is_help=True, add_completion=True)
+app = typer.Typer(
+    cls=_LazyGroup, no_args_is_help=True, add_completion=True, context_settings={"help_option_names": ["-h", "--help"]}
+)
 
 
 def _print_version(wanted: bool) -> None:

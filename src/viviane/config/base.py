@@ -101,27 +101,32 @@ def explain(error: ValidationError, kind: Any, where: str | None = None) -> Conf
     path = ".".join(str(part) for part in first["loc"]) or None
     place = ", ".join(part for part in (where, path) if part) or None
     more = f" (and {len(problems) - 1} more problem(s))" if len(problems) > 1 else ""
-    name = getattr(kind, "__name__", str(kind))
+    subject = f"{kind.__name__}: " if isinstance(kind, type) else ""  # a union of settings has no name of its own
     cause = first.get("ctx", {}).get("error")
     if first["type"] == "extra_forbidden":
         key = str(first["loc"][-1])
         if any(word in key.lower() for word in _SECRET_WORDS):  # the value must not reach logs
-            return ConfigError(f"{name}: unknown key{more}", where=place, fix=_SECRET_FIX)
+            return ConfigError(f"{subject}unknown key{more}", where=place, fix=_SECRET_FIX)
         fix = _misplaced(key, kind, first["loc"]) or suggest_setting(key, _fields_at(kind, first["loc"][:-1]))
-        return ConfigError(f"{name}: unknown key{more}", where=place, value=shortened(first["input"]), fix=fix)
+        return ConfigError(f"{subject}unknown key{more}", where=place, value=shortened(first["input"]), fix=fix)
     if first["type"] == "missing":
-        return ConfigError(f"{name}: a required key is missing{more}", where=place)
+        return ConfigError(f"{subject}a required key is missing{more}", where=place)
     if isinstance(cause, ConfigError):
         return cause
     if isinstance(cause, VivianeError):
         return ConfigError(str(cause), where=place)
-    return ConfigError(f"{name}: {first['msg']}{more}", where=place, value=shortened(first["input"]))
+    return ConfigError(f"{subject}{_message(first)}{more}", where=place, value=shortened(first["input"]))
 
 
 def first_problem(error: ValidationError) -> tuple[str, str]:
     """Return where the first value that differs from a form is, and what is wrong with it."""
     first = error.errors(include_url=False)[0]
-    return ".".join(map(str, first["loc"])) or "the whole reply", f"{first['msg']}: {shortened(first['input'])}"
+    return ".".join(map(str, first["loc"])) or "the whole reply", f"{_message(first)}: {shortened(first['input'])}"
+
+
+def _message(problem: Any) -> str:
+    """Return what is wrong, without the name of the exception that a check raised."""
+    return str(problem["msg"]).removeprefix("Value error, ").removeprefix("Assertion failed, ")
 
 
 def shortened(value: Any, limit: int = 200) -> Any:

@@ -39,9 +39,9 @@ def read_json(
     try:
         with place.open("rb") as file:
             data = file.read(max_bytes + 1)
-    except FileNotFoundError as missing:
+    except FileNotFoundError:
         kind = ConfigNotFoundError if error is ConfigError else error
-        raise kind("cannot read the JSON file", where=str(path), value=str(missing)) from None
+        raise kind("no such file", where=str(path)) from None
     except OSError as problem:
         raise error("cannot read the JSON file", where=str(path), value=str(problem)) from problem
     return parse_json(

@@ -43,8 +43,8 @@ def read_yaml(path: str | AnyPath) -> Any:
     try:
         with place.open("rb") as file:
             data = file.read(_MAX_BYTES + 1)
-    except FileNotFoundError as missing:
-        raise ConfigNotFoundError("cannot read the YAML file", where=str(path), value=str(missing)) from None
+    except FileNotFoundError:
+        raise ConfigNotFoundError("no such file", where=str(path)) from None
     except OSError as problem:
         raise ConfigError("cannot read the YAML file", where=str(path), value=str(problem)) from problem
     if len(data) > _MAX_BYTES:

@@ -17,10 +17,11 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 from pyarrow import csv
 
-from viviane.core.errors import DataError, DataNotFoundError, SchemaError, suggest
-from viviane.core.locations import AnyPath, location
+from viviane.core.errors import DataError, SchemaError, suggest
+from viviane.core.locations import AnyPath
 from viviane.core.rows import plain_table
 from viviane.etl.config import EtlConfig
+from viviane.etl.sources import find_sources
 
 Kind = Literal["label", "number", "boolean", "category", "list", "time", "weight", "ignored"]
 
@@ -160,16 +161,16 @@ def infer_config(
 def infer_file(
     file: str | AnyPath, labels: Sequence[str] = (), *, delimiter: str | None = None, **options: Any
 ) -> Inferred:
-    """Infer the declarative file of a Parquet or delimited text file, from its first 200,000 rows.
+    """Infer the declarative file of Parquet or delimited text files, from the first 200,000 rows of the first one.
 
     Args:
-        file: with a header, where it is text; .gz is unpacked.
+        file: with a header, where it is text; .gz is unpacked. Of a folder or pattern, the first file by name.
         labels: columns to predict; where none is named, the one called label, click, clicked, target, y or the like.
         delimiter: of text; None takes the one of comma, tab, semicolon and bar that the first line has most of.
         options: see `infer_config`.
 
     Raises:
-        DataNotFoundError: no such file. DataError: it cannot be read.
+        DataNotFoundError: no such file. DataError: it cannot be read, or has no rows.
         SchemaError: no label is named, and no column is called like one.
 
     Example:
@@ -180,10 +181,10 @@ def infer_file(
         >>> [(one.name, one.kind) for one in infer_file(file).columns]
         [('click', 'label'), ('site', 'category')]
     """
-    place = location(file)
-    if not place.exists() or place.is_dir():
-        raise DataNotFoundError("no such file", where=str(file), fix="give one file; its answer holds for the others")
+    place = find_sources(file)[0].path
     table, found = _head_of(place, delimiter)
+    if not table.num_rows:
+        raise DataError("the file has no rows", where=str(place), value=f"columns {', '.join(table.column_names[:20])}")
     names = list(labels) or [name for name in table.column_names if name.lower() in _LABEL_NAMES][:1]
     if not names:
         value = ", ".join(table.column_names[:20])
@@ -331,12 +332,12 @@ def _beyond_63_bits(values: Any) -> bool:
 
 def _id_reason(name: str, values: Any, distinct: int) -> str:
     """Return the reason why whole numbers are taken for ids; nothing where they are numbers."""
+    if _beyond_63_bits(values):
+        return "whole numbers of 64 bits"
     if not pa.types.is_integer(values.type) or distinct < 3:
         return ""
     if _ID_NAME.search(name):
         return "an id by its name"
-    if _beyond_63_bits(values):
-        return "whole numbers of 64 bits"
     sample = pc.drop_null(values.slice(0, _MOST_COUNTED)).to_numpy().astype(np.float64)
     low, high = sample.min(), sample.max()
     median = float(np.median(sample))

@@ -12,7 +12,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 from sklearn.base import ClassifierMixin
 
-from viviane.core.errors import ConfigError, DataError, SchemaError
+from viviane.core.errors import DataError, SchemaError
 from viviane.core.rows import as_table, is_frame
 from viviane.sklearn.base import TableEstimator, check_numbers, checked_share, say, weights_of
 from viviane.sklearn.members import Size, named
@@ -137,6 +137,8 @@ def _labels(y: Any, rows: int) -> dict[str, NDArray[np.float64]]:
     Raises:
         DataError: other values than 0 and 1, none at all, another number of rows, or fewer than two labels.
     """
+    if isinstance(y, str | bytes) or (hasattr(y, "name") and not hasattr(y, "columns")):  # a name, a series
+        raise DataError("y is not a table of labels", value=type(y).__name__, fix="for one label take CTRClassifier")
     if is_frame(y):
         table = as_table(y)
     else:
@@ -154,7 +156,11 @@ def _labels(y: Any, rows: int) -> dict[str, NDArray[np.float64]]:
         try:
             values = table.column(name).cast(pa.float64()).to_numpy()  # missing values are NaN
         except ValueError as error:
-            raise ConfigError("labels are 0 and 1", where=f"label {name!r}", value=str(error)) from error
+            first = next((str(one) for one in table.column(name).to_pylist() if one is not None), "")
+            raise DataError(
+                "labels are 0 and 1, or missing", where=f"label {name!r}", value=first,
+                fix=f"compare them: y[{name!r}] == {first!r}",
+            ) from error  # fmt: skip
         known = values[~np.isnan(values)]
         if not len(known):
             raise DataError("all rows lack a label", where=f"label {name!r}", fix="leave this label out of y")

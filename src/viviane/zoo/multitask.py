@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from pydantic import Field
@@ -16,7 +17,7 @@ class MultiTaskModel(ZooModel):
     """Base of the models with a tower for each label of the schema.
 
     The losses are "loss_<label>", binary cross-entropy or squared error by the label's task; `loss_weights` of
-    `Model.compile` weighs them.
+    `Model.compile` weighs them. What names of nodes may not have is _ there: "loss_add_to_cart".
 
     Args:
         tower_mlp: widths of each label's own network.
@@ -25,33 +26,55 @@ class MultiTaskModel(ZooModel):
     tower_mlp: tuple[int, ...] = Field(default=(64,), min_length=1)
 
     def start(self, schema: Schema) -> tuple[list[Node], str, list[str]]:
-        """Return the nodes up to x = [embeddings, dense], (B, n), its name, and the tasks.
+        """Return the nodes up to x = [embeddings, dense], (B, n), its name, and the labels as names of nodes have them.
 
         Raises:
             SchemaError: there are not two labels, or no categorical columns.
         """
-        tasks = [label.name for label in schema.labels]
-        if len(tasks) < 2:
+        labels = [label.name for label in schema.labels]
+        if len(labels) < 2:
             fix = "add labels to the schema, or take a model of one label, such as DCNv2"
-            raise SchemaError("a multi-task model predicts two labels or more", value=", ".join(tasks), fix=fix)
+            raise SchemaError("a multi-task model predicts two labels or more", value=", ".join(labels), fix=fix)
+        tasks = tasks_of(labels)
         if not schema.categorical:
             fix = "build a graph of dense layers instead"
             raise SchemaError("the models of the zoo need categorical columns", fix=fix)
         vectors = self.vectors()
         together, x = join("x", [vectors.flat, *(["dense"] if schema.num_dense else [])])
-        inputs = Input(label={f"label_{task}": task for task in tasks}, dense="dense", sparse="cats")
+        inputs = Input(
+            label={f"label_{task}": name for task, name in zip(tasks, labels, strict=True)},
+            dense="dense",
+            sparse="cats",
+        )
         return [inputs, *vectors.nodes, *together], x, tasks
 
     def towers(self, schema: Schema, inputs: Sequence[str]) -> list[Node]:
         """Return each label's network over its input (B, h), its output and its loss."""
         nodes: list[Node] = []
-        for label, x in zip(schema.labels, inputs, strict=True):
+        for label, task, x in zip(schema.labels, tasks_of([one.name for one in schema.labels]), inputs, strict=True):
             kind = "BinaryCrossEntropyLoss" if label.task == "binary" else "MeanSquaredErrorLoss"
-            out = f"out_{label.name}"
-            nodes.append(self.mlp(f"tower_{label.name}", x, self.tower_mlp))
-            nodes.append(linear(out, f"tower_{label.name}"))
-            nodes.append(DenseLayer(f"loss_{label.name}", kind, [out, f"label_{label.name}"]))
+            out = f"out_{task}"
+            nodes.append(self.mlp(f"tower_{task}", x, self.tower_mlp))
+            nodes.append(linear(out, f"tower_{task}"))
+            nodes.append(DenseLayer(f"loss_{task}", kind, [out, f"label_{task}"]))
         return nodes
+
+
+def tasks_of(labels: Sequence[str]) -> list[str]:
+    """Return labels as they may stand in names of nodes: other characters become _, and no two are equal.
+
+    Example:
+        >>> tasks_of(["click", "add to cart", "add/to/cart"])
+        ['click', 'add_to_cart', 'add_to_cart-2']
+    """
+    found: list[str] = []
+    for label in labels:
+        plain = re.sub(r"[^A-Za-z0-9_\-]", "_", label)
+        name, number = plain, 2
+        while name in found:
+            name, number = f"{plain}-{number}", number + 1
+        found.append(name)
+    return found
 
 
 def mixture(name: str, gate_input: str, experts: Sequence[str], width: int) -> list[Node]:

@@ -101,7 +101,8 @@ def begin(schema: Schema, sparse: Mapping[str, tuple[str, ...]] | str = "cats", 
         raise SchemaError(
             "the models of the zoo predict one label",
             value=", ".join(label.name for label in schema.labels) or "no label",
-            fix="choose the columns: vv.Dataset(path, schema.select([...]))",
+            fix="take mmoe, ple or shared_bottom for several; or choose the columns: "
+            "vv.Dataset(path, schema.select([...]))",
         )
     if not schema.categorical:
         raise SchemaError("the models of the zoo need categorical columns", fix="build a graph of dense layers instead")
