@@ -3,8 +3,9 @@
 The local server, Triton (where it is installed) and the session itself serve the same DLRM of 26 tables on the CPU, in
 one run. Rows are encoded, one a request. Beyond saturation requests arrive at two and four times the best rate.
 
-Where server and clients share processors, the clients take time from the server. So answers are also counted by the
-second of processor time that the server had: a share of 1 says that refusals cost nothing.
+On four processor cores or more, half of them serve and the others send, in a process each. Where server and clients
+share processors, the clients take time from the server. So answers are also counted by the second of processor time
+that the server had: a share of 1 says that refusals cost nothing.
 """
 
 from __future__ import annotations
@@ -32,9 +33,19 @@ from viviane.serving.server import InferenceServer, ServerSettings
 from viviane.serving.server.example_rows import example_rows
 from viviane.serving.triton import TritonEnvironment, TritonServer, TritonSettings, write_repository
 
+CORES = sorted(os.sched_getaffinity(0))
+SENDING = CORES[len(CORES) // 2 :] if len(CORES) >= 4 else CORES
+SERVING = CORES[: len(CORES) // 2] if len(CORES) >= 4 else CORES
+PROCESSES = len(SENDING) if len(CORES) >= 4 else 1
 REFUSED = ("429", "503", "UNAVAILABLE", "RESOURCE_EXHAUSTED", "not sent")
 BEYOND = (-2.0, -4.0)
-SHAPE = {"tables": 26, "dim": 16, "rows a request": 1}
+SHAPE = {
+    "tables": 26,
+    "dim": 16,
+    "rows a request": 1,
+    "cores that serve": len(SERVING),
+    "processes that send": PROCESSES,
+}
 
 
 def save_model(folder: Path) -> Path:
@@ -77,7 +88,7 @@ def measure(
 ) -> None:
     """Put a server under load; `pid` is its process, where its processor time is to be recorded."""
     settings = LoadSettings(url=url, protocol=protocol, model="ctr", concurrency=(1, 16, 64), rates=BEYOND,
-                            seconds=seconds)  # fmt: skip
+                            seconds=seconds, processes=PROCESSES)  # fmt: skip
     used = [0.0 if pid is None else processor_s(pid)]
 
     def ended(phase: Phase) -> None:
@@ -107,6 +118,11 @@ def measure(
             record(bench="serving_servers", case=case, value=rate / max(per_s[1:3]), unit="", better="higher", goal=0.9,
                    metric=f"{arrivals}: answers by the server's processor time, share of the best",
                    shape=SHAPE)  # fmt: skip
+        unsent = phase.errors.get("not sent", 0)
+        record(bench="serving_servers", case=case, metric=f"{arrivals}: share that the clients could not send",
+               value=unsent / (phase.sent + unsent), unit="", better="lower", shape=SHAPE)  # fmt: skip
+        record(bench="serving_servers", case=case, metric=f"{arrivals}: p99 of answers",
+               value=phase.latency_ms["p99"], unit="ms", better="lower", shape=SHAPE)  # fmt: skip
         lost = sum(count for kind, count in phase.errors.items() if kind not in REFUSED)
         record(bench="serving_servers", case=case, metric=f"{arrivals}: neither answered nor refused",
                value=lost, unit="requests", better="lower", goal=0, shape=SHAPE)  # fmt: skip
@@ -121,7 +137,7 @@ def local_server(model: Path, seconds: float, alone: tuple[float, float]) -> Non
             measure("viviane", f"127.0.0.1:{port}", protocol, seconds, alone, pid)
             before = resident_bytes(pid)
             run_load(LoadSettings(url=f"127.0.0.1:{port}", protocol=protocol, model="ctr", concurrency=(64,), rates=(),
-                                  seconds=4 * seconds))  # fmt: skip
+                                  seconds=4 * seconds, processes=PROCESSES))  # fmt: skip
             growth = (resident_bytes(pid) - before) / 2**20
             record(bench="serving_servers", case=f"viviane, {protocol}", metric="memory after another load, growth",
                    value=growth, unit="MiB", better="lower", shape=SHAPE)  # fmt: skip
@@ -134,6 +150,7 @@ def serve_in_a_process(settings: ServerSettings) -> tuple[int, dict[str, int]]:
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
+        os.sched_setaffinity(0, SERVING)
         server = InferenceServer(settings)
         server.run(lambda: os.write(writing, f"{server.http_port} {server.grpc_port}\n".encode()) and None)
         os._exit(0)
@@ -159,6 +176,7 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="a second a phase")
     seconds = 1.0 if parser.parse_args().small else 5.0
     torch.set_num_threads(1)
+    os.sched_setaffinity(0, SENDING)
     assert threading.active_count() == 1  # a process is forked
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import multiprocessing
 import re
 from typing import Any
 
@@ -14,7 +15,10 @@ from viviane.cli.main import app
 from viviane.core.errors import ConfigError, DataError, RemoteError
 from viviane.serving.load import LoadSettings, run_load
 from viviane.serving.load.described import checked_columns, checked_inputs
+from viviane.serving.load.generator import prepare_load
+from viviane.serving.load.loops import closed_loop, open_loop
 from viviane.serving.load.requests import RequestSource, read_rows
+from viviane.serving.load.senders import Senders
 from viviane.serving.server import ServerSettings
 
 
@@ -55,24 +59,66 @@ class Stalling:
 
 def test_the_time_that_requests_wait_for_a_stalled_server_counts() -> None:
     """A generator that waits for answers sees one slow request in the stall; arrivals at a rate see them all."""
-    from viviane.serving.load.generator import closed_loop, open_loop
-
     settings = LoadSettings(url="http://x", seconds=1, seed=1)
-    waiting = asyncio.run(closed_loop(Stalling(), [b""], 1, settings))
-    arriving = asyncio.run(open_loop(Stalling(), [b""], 100, settings))
+    waiting = asyncio.run(closed_loop(Stalling(), [b""], 1, settings)).phase("closed", 1, 1)
+    arriving = asyncio.run(open_loop(Stalling(), [b""], 100, settings)).phase("open", 100, 1)
     assert waiting.latency_ms["p90"] < 50
     assert arriving.latency_ms["p90"] > 300
     assert arriving.latency_ms["max"] > 450
 
 
-def test_arrivals_are_a_poisson_process_of_their_rate() -> None:
-    from viviane.serving.load.generator import open_loop
+def test_requests_that_could_not_be_sent_do_not_count_as_sent() -> None:
+    class Silent:
+        async def send(self, _: object) -> str:
+            await asyncio.sleep(0.4)
+            return "OK"
 
+    settings = LoadSettings(url="http://x", seconds=0.3, max_outstanding=5)
+    phase = asyncio.run(open_loop(Silent(), [b""], 200, settings)).phase("open", 200, 1)
+    assert (phase.sent, phase.answered) == (5, 5)
+    assert phase.errors["not sent"] > 20
+
+
+@pytest.mark.parametrize("protocol", ["http", "grpc"])
+def test_processes_share_clients_and_rate(server, http, raw, protocol) -> None:
+    def requests_of_server() -> float:
+        text = http.get("/metrics").body.decode()
+        return float(re.search(r'^viviane_rows_total\{model="deepfm"\} (\S+)', text, re.MULTILINE).group(1))
+
+    url = server.http_url if protocol == "http" else server.grpc_target
+    http.post("/v1/models/deepfm:predict", {"instances": raw(1)})
+    before = requests_of_server()
+    settings = LoadSettings(url=url, protocol=protocol, model="deepfm", concurrency=(3,), rates=(60,), seconds=0.5,
+                            warm_up=1, processes=2)  # fmt: skip
+    result = run_load(settings, pa.Table.from_pylist(raw(50)))
+    closed, opened = result.phases
+    assert not closed.errors
+    assert not opened.errors
+    assert opened.load == 60
+    assert 30 - 5 * np.sqrt(30) < opened.sent < 30 + 5 * np.sqrt(30)
+    assert requests_of_server() - before == closed.answered + opened.answered + 1
+
+
+def test_a_process_that_ends_is_an_error_with_its_number(server, raw) -> None:
+    settings = LoadSettings(url=server.http_url, model="deepfm", seconds=0.2, processes=2)
+    model, made = prepare_load(settings, pa.Table.from_pylist(raw(5)))
+    with Senders(settings, model, made) as senders:
+        children = multiprocessing.active_children()
+        children[0].kill()
+        children[0].join()
+        with pytest.raises(RemoteError, match="a process of the load test ended") as error:
+            senders.run("closed", 2)
+        assert str(children[0].pid) in str(error.value)
+    assert not set(multiprocessing.active_children()) & set(children)
+
+
+def test_arrivals_are_a_poisson_process_of_their_rate() -> None:
     class Instant:
         async def send(self, _: object) -> str:
             return "429"
 
-    phase = asyncio.run(open_loop(Instant(), [b""], 2000, LoadSettings(url="http://x", seconds=0.5)))
+    tally = asyncio.run(open_loop(Instant(), [b""], 2000, LoadSettings(url="http://x", seconds=0.5)))
+    phase = tally.phase("open", 2000, 1)
     assert 1000 - 5 * np.sqrt(1000) < phase.sent < 1000 + 5 * np.sqrt(1000)
     assert phase.errors == {"429": phase.sent}
     assert phase.answered == 0

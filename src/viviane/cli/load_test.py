@@ -34,6 +34,7 @@ def command(
     timeout_s: Annotated[
         float, typer.Option(min=0.1, help="A request without an answer for so long has failed.")
     ] = 30.0,
+    processes: Annotated[int, typer.Option(min=1, max=256, help="That send requests, where one is too slow.")] = 1,
     seed: Annotated[int, typer.Option(help="Of times and made-up rows.")] = 0,
     output: Annotated[
         Path, typer.Option("--output", "-o", help="A .json file; a page with a plot goes next to it.")
@@ -52,7 +53,7 @@ def command(
     settings = LoadSettings.from_dict(
         {
             "url": url, "model": model, "rows": batch_size, "protocol": protocol, "seconds": seconds, "seed": seed,
-            "timeout_s": timeout_s, "concurrency": _numbers(concurrency, "--concurrency"),
+            "timeout_s": timeout_s, "processes": processes, "concurrency": _numbers(concurrency, "--concurrency"),
             "rates": _numbers(rates, "--rates"),
         },
         where="options",
@@ -83,7 +84,7 @@ def _numbers(text: str, where: str) -> list[float]:
 
 
 def _show(phase: object) -> None:
-    from viviane.serving.load.generator import Phase
+    from viviane.serving.load.phase import Phase
 
     assert isinstance(phase, Phase)
     load = f"{phase.load:g} clients" if phase.kind == "closed" else f"{phase.load:,.0f}/s"

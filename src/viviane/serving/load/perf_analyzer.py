@@ -17,7 +17,8 @@ import numpy as np
 import pyarrow as pa
 
 from viviane.core.errors import ConfigError
-from viviane.serving.load.generator import LoadResult, Phase, prepare_load
+from viviane.serving.load.generator import LoadResult, prepare_load
+from viviane.serving.load.phase import Phase
 from viviane.serving.load.requests import PreparedRequest
 from viviane.serving.load.settings import LoadSettings
 from viviane.serving.server.tensors import BYTES, DATATYPES
@@ -33,12 +34,16 @@ def run_perf_analyzer(
 
     Raises:
         MissingExtraError: it is not installed. TritonError: it failed.
-        ConfigError: a rate that is relative; perf_analyzer is given requests a second.
+        ConfigError: a rate that is relative, where perf_analyzer takes requests a second; several processes.
     """
     environment = TritonEnvironment.find()
     if any(rate < 0 for rate in settings.rates):
         raise ConfigError("perf_analyzer takes rates in requests a second", where="rates", value=list(settings.rates),
                           fix="--rates '' for clients alone")  # fmt: skip
+    if settings.processes > 1:
+        raise ConfigError(
+            "perf_analyzer has threads of its own", where="processes", value=settings.processes, allowed=1
+        )
     model, requests = prepare_load(settings, table)
     phases: list[Phase] = []
     with tempfile.TemporaryDirectory(prefix="viviane-perf-") as name:

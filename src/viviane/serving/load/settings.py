@@ -27,6 +27,9 @@ class LoadSettings(Settings):
         timeout_s: a request without an answer for so long has failed.
         max_outstanding: requests at a rate that wait for an answer; beyond it the generator itself is the limit, and
             further ones count as "not sent".
+        processes: that send requests, and share the clients or the rate. One sends some thousand requests a second; a
+            faster server needs several, on processor cores that the server does not use. Programs that use more than
+            one start their work under `if __name__ == "__main__":`.
         seed: of times and of rows.
 
     Example:
@@ -45,6 +48,7 @@ class LoadSettings(Settings):
     warm_up: int = Field(default=20, ge=0)
     timeout_s: float = Field(default=30, gt=0)
     max_outstanding: int = Field(default=4096, ge=1)
+    processes: int = Field(default=1, ge=1, le=256)
     seed: int = 0
 
     @field_validator("url")
