@@ -71,12 +71,14 @@ class Senders:
         try:
             for number in range(self._settings.processes):
                 ours, theirs = context.Pipe()
-                arguments = (theirs, share_of(self._settings, number), self._model, self._made)
-                process = context.Process(target=_send, args=arguments, daemon=True)
+                process = context.Process(target=_send, args=(theirs, share_of(self._settings, number)), daemon=True)
                 process.start()
                 theirs.close()
                 self._others.append((process, ours))
             for process, connection in self._others:
+                # Not among the arguments: there, a process that ends as it starts would be waited for without end.
+                with contextlib.suppress(BrokenPipeError):
+                    connection.send((self._model, self._made))
                 _received(process, connection)  # it is ready
         except BaseException:
             self._end()
@@ -133,9 +135,10 @@ def _received(process: Any, connection: Connection) -> Any:
     return found
 
 
-def _send(connection: Connection, settings: LoadSettings, model: str, made: Sequence[PreparedRequest]) -> None:
+def _send(connection: Connection, settings: LoadSettings) -> None:
     """Run phases as they are announced, in a process of its own, until the connection closes."""
     try:
+        model, made = connection.recv()
         sender = _Sender(settings, model, made)
         connection.send(None)
         while True:
