@@ -37,8 +37,40 @@ class QueueLimits(Settings):
         return waiting >= self.max_queued or (waiting > 0 and waiting_rows + num_rows > self.max_queued_rows)
 
 
+class Backlog:
+    """Requests of one queue between their arrival and their answers.
+
+    Where the event loop is slower than the model, requests wait to be parsed, not in the queue. So requests that arrived
+    whole are counted before they are parsed, and those that nobody computes are held to the limit of the queue.
+
+    Args:
+        limits: of the queue.
+    """
+
+    def __init__(self, limits: QueueLimits) -> None:
+        self._limits = limits
+        self._arrived = 0
+        self.computing = 0
+        """Requests that are being computed; changed by the queue's threads under its lock."""
+
+    def enter(self) -> None:
+        """Count a request that has arrived; called by the event loop's thread alone."""
+        self._arrived += 1
+
+    def leave(self) -> None:
+        """Count the answer of a request that entered, or the end of its connection."""
+        self._arrived -= 1
+
+    @property
+    def is_full(self) -> bool:
+        """Whether as many requests wait, parsed or not, as the queue may hold."""
+        return self._arrived - self.computing >= self._limits.max_queued
+
+
 class Queue(Protocol):
     """Requests that wait for the same model or recommender."""
+
+    backlog: Backlog
 
     @property
     def queued(self) -> int:
@@ -98,7 +130,9 @@ class Admission:
 
     def refuses(self, queue: Queue) -> bool:
         """Return whether to refuse a request before it is read: beyond saturation reading is most of its cost."""
-        return queue.is_full() or (self._lag_s > self._max_lag_s and queue.queued >= queue.keeps_busy)
+        if queue.is_full() or queue.backlog.is_full:
+            return True
+        return self._lag_s > self._max_lag_s and queue.queued >= queue.keeps_busy
 
     async def watch_lag(self) -> None:
         """Measure how far the event loop is behind, until cancelled."""

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from pydantic import Field
 
-from viviane.serving.server.admission import QueueLimits, overloaded
+from viviane.serving.server.admission import Backlog, QueueLimits, overloaded
 from viviane.serving.server.together import Prediction, kind_of, predict_together
 from viviane.serving.session import InferenceSession
 
@@ -82,6 +82,7 @@ class Batcher:
         self.session, self.settings = session, settings
         self.inputs, self.outputs = session.inputs, session.outputs  # recreated by each call of the session's
         self._max_rows = settings.max_rows if session.rows_are_independent else 1
+        self.backlog = Backlog(settings)
         self._turn = threading.Condition()
         self._waiting: deque[Work] = deque()
         self._waiting_rows = 0
@@ -128,6 +129,9 @@ class Batcher:
             except BaseException as error:  # every waiting request must get a response
                 for work in batch:
                     work.done(Outcome(Prediction(None, (), error)))
+            finally:
+                with self._turn:
+                    self.backlog.computing -= len(batch)
 
     def _take(self) -> list[Work] | None:
         """Wait for requests, and return those of the next batch; None: there were none for a while."""
@@ -155,6 +159,7 @@ class Batcher:
                     break
             if self._waiting and self._idle:  # another thread may take what is left
                 self._turn.notify()
+            self.backlog.computing += len(batch)
             return batch
 
     def _pop(self) -> Work:

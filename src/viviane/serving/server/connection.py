@@ -6,7 +6,7 @@ import asyncio
 import re
 from collections.abc import Callable
 from math import inf
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from viviane.core.optional import require
 from viviane.serving.server.settings import ServerSettings
@@ -28,11 +28,23 @@ _OVERLOADED: Final = (
 )
 
 
-def protocol_class(settings: ServerSettings, refuses: Callable[[bytes], bool]) -> type[asyncio.Protocol]:
+class Admits(Protocol):
+    """Decides by the path of a POST whether it is refused because of too many others."""
+
+    def refuses(self, path: bytes) -> bool:
+        """Return whether the next request is refused."""
+        ...
+
+    def enter(self, path: bytes) -> Callable[[], None]:
+        """Count a request whose body has arrived; returns what to call at its end."""
+        ...
+
+
+def protocol_class(settings: ServerSettings, admits: Admits) -> type[asyncio.Protocol]:
     """Return uvicorn's HTTP protocol with limits on headers, on the time that they take, and on connections.
 
     Args:
-        refuses: whether a POST to a path is refused because of too many others, before it is read.
+        admits: decides about requests before they are parsed.
 
     Raises:
         MissingExtraError: uvicorn or httptools is not installed.
@@ -44,7 +56,7 @@ def protocol_class(settings: ServerSettings, refuses: Callable[[bytes], bool]) -
     class Connection(_Limits, base):  # type: ignore[misc]
         """A connection that reads headers of a limited size in a limited time."""
 
-    Connection.settings, Connection.refuses = settings, staticmethod(refuses)
+    Connection.settings, Connection.admits = settings, admits
     return Connection
 
 
@@ -55,7 +67,7 @@ class _Limits(_NEXT):  # type: ignore[misc]
     """Methods of uvicorn's protocol with limits around them; stands before it in the order of bases."""
 
     settings: ServerSettings
-    refuses: Callable[[bytes], bool]
+    admits: Admits
     parser: Any
     transport: Any
     loop: asyncio.AbstractEventLoop
@@ -75,6 +87,8 @@ class _Limits(_NEXT):  # type: ignore[misc]
         self._between, self._looked = True, False
         """Whether the next bytes begin a request; whether that request was complete, and was not refused."""
         self._last_refusal = -inf
+        self._leave: Callable[[], None] | None = None
+        """Counts the end of the request that entered last."""
         self._known_head, self._known_path, self._known_bytes = b"", b"", -1
         """Head and path of the last complete request, and the size of all of it."""
 
@@ -87,6 +101,7 @@ class _Limits(_NEXT):  # type: ignore[misc]
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._unwatch()
+        self._left()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -95,13 +110,25 @@ class _Limits(_NEXT):  # type: ignore[misc]
         if self._between and (self.cycle is None or self.cycle.response_complete):
             known = len(data) == self._known_bytes and data.startswith(self._known_head)
             self._looked = known or self._is_whole(data)
-            if self._looked and self.refuses(self._known_path):
-                self._refuse_unparsed()
-                return
+            if self._looked:
+                if self.admits.refuses(self._known_path):
+                    self._refuse_unparsed()
+                    return
+                self._leave = self.admits.enter(self._known_path)
         if not self._in_body:
             self._watch()
         self._between = False
         super().data_received(data)
+
+    def on_response_complete(self) -> None:
+        self._left()
+        super().on_response_complete()
+
+    def _left(self) -> None:
+        """Count the end of the request that entered, if one did."""
+        leave, self._leave = self._leave, None
+        if leave is not None:
+            leave()
 
     def _is_whole(self, data: bytes) -> bool:
         """Return whether these bytes are one complete POST; a client's next one is mostly like the last one."""
@@ -143,7 +170,7 @@ class _Limits(_NEXT):  # type: ignore[misc]
         self._in_body = True
         idle = self.cycle is None or self.cycle.response_complete
         asks = idle and not self._looked and self.parser.get_method() == b"POST"
-        self._skips = asks and self.refuses(self.url)
+        self._skips = asks and self.admits.refuses(self.url)
         if not self._skips:
             super().on_headers_complete()
         elif self._body_is_short():
@@ -158,6 +185,10 @@ class _Limits(_NEXT):  # type: ignore[misc]
     def on_message_complete(self) -> None:
         self._in_body, self._between, self._looked = False, True, False
         if not self._skips:
+            waits = self.cycle is not None and not self.cycle.response_complete
+            # Not before its body is there: a client that sends slowly would take the place of others.
+            if waits and self._leave is None and self.parser.get_method() == b"POST":
+                self._leave = self.admits.enter(self.url)
             super().on_message_complete()
             return
         self._skips = False

@@ -248,7 +248,7 @@ class _Handlers:
         """Answer tensors."""
         name, version = _named(request)
         body = await self._body(request)
-        self._service.check_room("http", name, version)
+        self._service.check_room("http", name, version, entered=True)
         length = request.headers.get(HEADER_LENGTH)
         parsed = await self._service.parsed(len(body), lambda: parse_request(body, length))
         answer = await self._service.infer_tensors("http", name, version, len(body), lambda: parsed.tensors)
@@ -262,7 +262,7 @@ class _Handlers:
         """Answer rows: {"instances": [{column: value, ...}, ...]}."""
         name, version = _named(request)
         body = await self._body(request)
-        self._service.check_room("json", name, version)
+        self._service.check_room("json", name, version, entered=True)
         rows, partial_rows = await self._service.parsed(len(body), lambda: _rows(body))
         answer = await self._service.infer_rows("json", name, version, rows, partial_rows=partial_rows)
         return self._json(await self._service.parsed(len(rows) * 64, lambda: _predictions(answer, partial_rows)))
@@ -271,7 +271,7 @@ class _Handlers:
         """Answer rows with items: {"instances": [{column: value, ...}, ...], "k": 10}."""
         name = request.path_params["name"]
         body = await self._body(request)
-        self._service.check_room(RECOMMEND, name)
+        self._service.check_room(RECOMMEND, name, entered=True)
         asked = await self._service.parsed(len(body), lambda: RecommendRequest.of(load_strict(body)))
         found = await self._service.recommend(name, asked)
         return self._json({"recommendations": found})

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from pydantic import Field
 
-from viviane.serving.server.admission import QueueLimits, overloaded
+from viviane.serving.server.admission import Backlog, QueueLimits, overloaded
 
 T = TypeVar("T")
 
@@ -36,7 +36,8 @@ class RecommendQueue:
         self._settings = settings
         self._pool = ThreadPoolExecutor(settings.threads, thread_name_prefix=f"viviane-recommend-{name}")
         self._turn = threading.Lock()
-        self._waiting = self._waiting_rows = self._computing = 0
+        self._waiting = self._waiting_rows = 0
+        self.backlog = Backlog(settings)
 
     @property
     def queued(self) -> int:
@@ -50,7 +51,7 @@ class RecommendQueue:
 
     def is_full(self, num_rows: int = 1) -> bool:
         """Whether a request of so many rows is refused."""
-        free = self._waiting + self._computing < self._settings.threads
+        free = self._waiting + self.backlog.computing < self._settings.threads
         return not free and self._settings.is_full(self._waiting, self._waiting_rows, num_rows)
 
     async def run(self, call: Callable[[], T], num_rows: int) -> T:
@@ -71,12 +72,12 @@ class RecommendQueue:
     def _computed(self, call: Callable[[], T], num_rows: int) -> T:
         with self._turn:
             self._leave(num_rows)
-            self._computing += 1
+            self.backlog.computing += 1
         try:
             return call()
         finally:
             with self._turn:
-                self._computing -= 1
+                self.backlog.computing -= 1
 
     def _left_early(self, future: Future[T], num_rows: int) -> None:
         if future.cancelled():

@@ -88,14 +88,18 @@ class Service:
 
     # Answering --------------------------------------------------------------------------------------------
 
-    def check_room(self, protocol: str, name: str, version: str | None = None) -> None:
+    def check_room(self, protocol: str, name: str, version: str | None = None, *, entered: bool = False) -> None:
         """Refuse a request for an overloaded model or recommender before it is parsed.
+
+        Args:
+            entered: it was taken in as it arrived; only the queue can be too full for it now.
 
         Raises:
             RequestError: with the status OVERLOADED.
         """
-        queue = self._full_queue(protocol, name, version)
-        if queue is not None:
+        queue = self._queue(protocol, name, version)
+        if queue is not None and (queue.is_full() if entered else self.admission.refuses(queue)):
+            self.metrics.failed(protocol, name, Status.OVERLOADED.grpc)
             raise overloaded(queue.queued)
 
     def refuses(self, path: bytes) -> bool:
@@ -103,8 +107,25 @@ class Service:
 
         Beyond saturation a server has to spend next to nothing on the requests that it refuses.
         """
-        found = _asked(path)
-        return found is not None and self._full_queue(*found) is not None
+        asked = _asked(path)
+        queue = None if asked is None else self._queue(*asked)
+        if asked is None or queue is None or not self.admission.refuses(queue):
+            return False
+        self.metrics.failed(asked[0], asked[1], Status.OVERLOADED.grpc)
+        return True
+
+    def enter(self, path: bytes) -> Callable[[], None]:
+        """Count a request that has arrived whole, by its path.
+
+        Returns:
+            What to call when it is answered, or its connection has ended.
+        """
+        asked = _asked(path)
+        queue = None if asked is None else self._queue(*asked)
+        if queue is None:
+            return _nothing
+        queue.backlog.enter()
+        return queue.backlog.leave
 
     def refuses_unread(self) -> bool:
         """Return whether a gRPC request is to be refused before its message is read, and count it if so.
@@ -118,14 +139,6 @@ class Service:
                 self.metrics.failed("grpc", model, Status.OVERLOADED.grpc)
                 return True
         return False
-
-    def _full_queue(self, protocol: str, name: str, version: str | None) -> Queue | None:
-        """Return the queue that refuses a request, which is counted; None if there is room."""
-        queue = self._queue(protocol, name, version)
-        if queue is None or not self.admission.refuses(queue):
-            return None
-        self.metrics.failed(protocol, name, Status.OVERLOADED.grpc)
-        return queue
 
     def _queue(self, protocol: str, name: str, version: str | None) -> Queue | None:
         """Return where requests for a model or recommender wait; None if there is no such, which is answered later."""
@@ -452,6 +465,11 @@ def chosen_outputs(answer: Answer, names: Sequence[str] | None) -> dict[str, NDA
 
 
 @lru_cache(256)
+def _nothing() -> None:
+    """End a request that no queue counts."""
+
+
+@lru_cache(1024)
 def _asked(path: bytes) -> tuple[str, str, str | None] | None:
     """Return protocol, name and version that a path asks for; None: it asks for no computation.
 
