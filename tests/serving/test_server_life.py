@@ -1,8 +1,10 @@
 """Servers from start to end: ports, overload, models that come and go, and ends without a lost answer."""
 
 import contextlib
+import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -89,6 +91,55 @@ def test_a_model_that_is_not_there_leaves_no_port_open(models, tmp_path) -> None
     broken = settings(models).changed(inference={"models": [{"name": "x", "path": str(tmp_path)}]})
     with pytest.raises(CheckpointError):
         InferenceServer(broken)
+
+
+def whole_requests(server, row, count: int) -> list[socket.socket]:
+    """Connect, and send one complete request on each connection."""
+    body = json.dumps({"instances": [row]}).encode()
+    head = f"POST /v1/models/ctr:predict HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: {len(body)}\r\n"
+    head += "content-type: application/json\r\n\r\n"
+    sockets = [socket.create_connection(("127.0.0.1", server.http_port), timeout=30) for _ in range(count)]
+    for one in sockets:
+        one.sendall(head.encode() + body)
+    return sockets
+
+
+def status_of_answer(one: socket.socket) -> int:
+    with one:
+        return int(one.recv(65536).split(b" ", 2)[1])
+
+
+def test_requests_that_wait_to_be_parsed_count_against_the_limit_of_the_queue(models, raw) -> None:
+    """Where the event loop is the slower part, the queue of the model stays short however many requests wait."""
+    row = raw(1, seed=1)[0]
+    batching = BatchSettings(max_queued=8)
+    with InferenceServer(settings(models, batching=batching, max_lag_ms=60_000)) as server:
+        for one in whole_requests(server, row, 3):  # what the first requests load and compile is there now
+            assert status_of_answer(one) == 200
+        for _ in range(2):
+            server._loop.call_soon_threadsafe(time.sleep, 0.5)
+            time.sleep(0.05)
+            statuses = Counter(map(status_of_answer, whole_requests(server, row, 40)))
+            # New connections are accepted a few at a time, so that more than eight find room, one after another.
+            assert statuses[200] >= 8
+            assert statuses[429] >= 16
+            assert sum(statuses.values()) == 40
+
+
+def test_connections_that_end_leave_the_count_of_waiting_requests(models, raw) -> None:
+    row = raw(1, seed=1)[0]
+    batching = BatchSettings(max_queued=4, max_rows=1)
+    with InferenceServer(settings(models, batching=batching)) as server:
+        with held(server, raw):
+            for one in whole_requests(server, row, 3):
+                one.close()
+            time.sleep(0.2)
+        (batcher,) = server.service._batchers.values()
+        counts, until = batcher.backlog, time.monotonic() + 10
+        while (counts._arrived or counts.computing) and time.monotonic() < until:
+            time.sleep(0.01)
+        assert (counts._arrived, counts.computing) == (0, 0)
+        assert [status_of_answer(one) for one in whole_requests(server, row, 1)] == [200]
 
 
 def test_excess_is_refused_and_what_was_accepted_is_answered(models, raw) -> None:

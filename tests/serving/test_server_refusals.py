@@ -13,6 +13,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from viviane.serving.server.connection import whole_request
+from viviane.serving.server.json_wire import parse_request
+from viviane.serving.server.status import RequestError
 
 X = {"name": "price", "datatype": "FP64", "shape": [1], "data": [1]}
 
@@ -161,6 +163,39 @@ def test_an_error_is_never_much_longer_than_the_request(http) -> None:
     partial = http.post("/v1/models/deepfm:predict", {**body, "partial": True})
     assert partial.json["predictions"] == [None] * 100
     assert len(partial.body) < 100_000
+
+
+def test_requests_that_share_their_json_part_keep_their_own_numbers(server, http, raw) -> None:
+    """The JSON part is parsed once for all that share it, also for one that is malformed behind it."""
+    session = server.repository.get("deepfm")
+
+    def scores(number: int) -> bytes:
+        body, headers = binary_body(tensors_of(raw(1, seed=number), session.inputs))
+        return http.post("/v2/models/deepfm/infer", body, **headers).body
+
+    numbers = st.integers(-1000, 1000)
+
+    @given(values=st.lists(st.lists(numbers, min_size=3, max_size=3), min_size=2, max_size=4))
+    def parsed_again(values) -> None:
+        inputs = [
+            {"name": "a", "datatype": "INT32", "shape": [2], "parameters": {"binary_data_size": 8}},
+            {"name": "b", "datatype": "FP32", "shape": [1], "parameters": {"binary_data_size": 4}},
+            {"name": "c", "datatype": "INT64", "shape": [1], "data": [7]},
+        ]
+        head = json.dumps({"inputs": inputs}).encode()
+        requests = [struct.pack("<iif", *row) for row in values]
+        found = [parse_request(head + one, str(len(head))) for one in requests]
+        for one, row in zip(found, values, strict=True):
+            assert [tensor.values.tolist() for tensor in one.tensors] == [row[:2], row[2:], [7]]
+        for cut in (requests[0][:-1], requests[0] + b"x"):
+            with pytest.raises(RequestError):
+                parse_request(head + cut, str(len(head)))
+        with pytest.raises(ValueError, match="read-only"):
+            found[0].tensors[2].values[0] = 8
+
+    parsed_again()
+    assert len({scores(number) for number in range(5)}) == 5
+    assert scores(0) == scores(0)
 
 
 def test_binary_tensors_whose_sizes_lie(server, http, raw) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import chain
 from typing import Any, Final
 
@@ -28,6 +29,9 @@ HEADER_LENGTH: Final = "inference-header-content-length"
 _REQUEST_KEYS: Final = ("id", "inputs", "outputs", "parameters")
 _TENSOR_KEYS: Final = ("name", "shape", "datatype", "parameters", "data")
 _OUTPUT_KEYS: Final = ("name", "parameters")
+_KNOWN_BYTES: Final = 16 << 10
+_KNOWN_HEADS: Final = 256
+"""How long the JSON part of a request may be that is kept, and how many are: with what was made of them some 20 MB."""
 _KINDS: Final[dict[str, frozenset[type]]] = {
     "b": frozenset({bool}),
     "i": frozenset({int}),
@@ -94,25 +98,71 @@ def parse_request(body: bytes, header_length: str | None) -> InferRequest:
             allowed = f"1 to {end}, the length of the body"
             raise invalid(f"{HEADER_LENGTH} is out of range", value=header_length[:100], allowed=allowed)
         end = int(header_length)
-    content = _object(load_strict(memoryview(body)[:end]), "the request", _REQUEST_KEYS)
-    given = content.get("inputs")
-    if not isinstance(given, list) or not given:
-        raise invalid("a request has a list of inputs", where="inputs", value=repr(given)[:200])
-    tensors, at = [], end
-    for place, one in enumerate(given):
-        tensor, at = _tensor(one, f"inputs[{place}]", body, at)
-        tensors.append(tensor)
+    if header_length is not None and end <= _KNOWN_BYTES:
+        head = _known_head(body[:end])
+    else:
+        head = _parsed_head(memoryview(body)[:end])
+    tensors, at, data = [], end, memoryview(body)
+    for one in head.inputs:
+        if isinstance(one, Tensor):
+            tensors.append(one)
+            continue
+        if one.size > len(body) - at:
+            allowed = f"0 to {len(body) - at}, the bytes that are left of the body"
+            raise invalid("binary_data_size is out of range", where=one.where, value=one.size, allowed=allowed)
+        tensors.append(from_binary(one.name, one.datatype, one.shape, data[at : at + one.size]))
+        at += one.size
     if at != len(body):
         what = "the body is longer than its JSON and the binary_data_size of its inputs"
         raise invalid(what, value=len(body), allowed=str(at))
+    return InferRequest(head.id, tuple(tensors), head.outputs, head.binary)
+
+
+@dataclass(frozen=True)
+class _BinaryInput:
+    """An input whose numbers or texts follow behind the JSON."""
+
+    where: str
+    name: str
+    datatype: str
+    shape: tuple[int, ...]
+    size: int
+
+
+@dataclass(frozen=True)
+class _Head:
+    """The JSON part of a request."""
+
+    id: str | None
+    inputs: tuple[_BinaryInput | Tensor, ...]
+    outputs: tuple[str, ...] | None
+    binary: frozenset[str] | None
+
+
+def _parsed_head(data: bytes | memoryview) -> _Head:
+    content = _object(load_strict(data), "the request", _REQUEST_KEYS)
+    given = content.get("inputs")
+    if not isinstance(given, list) or not given:
+        raise invalid("a request has a list of inputs", where="inputs", value=repr(given)[:200])
+    inputs = tuple(_input(one, f"inputs[{place}]") for place, one in enumerate(given))
     outputs, binary = _outputs(content)
     identity = content.get("id")
     if identity is not None and not isinstance(identity, str):
         raise invalid("an id is text", where="id", value=repr(identity)[:200])
-    return InferRequest(identity, tuple(tensors), outputs, binary)
+    return _Head(identity, inputs, outputs, binary)
 
 
-def _tensor(one: Any, where: str, body: bytes, at: int) -> tuple[Tensor, int]:
+@lru_cache(_KNOWN_HEADS)
+def _known_head(data: bytes) -> _Head:
+    """Parse the JSON part once for all requests that share it: those of one client differ in their binary part."""
+    head = _parsed_head(data)
+    for one in head.inputs:
+        if isinstance(one, Tensor) and isinstance(one.values, np.ndarray):
+            one.values.flags.writeable = False  # several requests have it
+    return head
+
+
+def _input(one: Any, where: str) -> _BinaryInput | Tensor:
     content = _object(one, where, _TENSOR_KEYS)
     name = content.get("name")
     if not isinstance(name, str) or not name:
@@ -126,13 +176,13 @@ def _tensor(one: Any, where: str, body: bytes, at: int) -> tuple[Tensor, int]:
         raise invalid("this server takes no shared memory", where=where, fix="send the tensor in binary")
     size = parameters.get("binary_data_size")
     if size is None:
-        return _from_data(name, str(datatype), shape, content.get("data")), at
+        return _from_data(name, str(datatype), shape, content.get("data"))
     if "data" in content:
         raise invalid("an input has data or binary_data_size, not both", where=where)
-    if type(size) is not int or not 0 <= size <= len(body) - at:
-        allowed = f"0 to {len(body) - at}, the bytes that are left of the body"
+    if type(size) is not int or size < 0:
+        allowed = "0 to the bytes that are left of the body"
         raise invalid("binary_data_size is out of range", where=where, value=repr(size)[:100], allowed=allowed)
-    return from_binary(name, str(datatype), shape, memoryview(body)[at : at + size]), at + size
+    return _BinaryInput(where, name, str(datatype), shape, size)
 
 
 def _from_data(name: str, datatype: str, shape: tuple[int, ...], data: Any) -> Tensor:
