@@ -40,8 +40,8 @@ class QueueLimits(Settings):
 class Backlog:
     """Requests of one queue between their arrival and their answers.
 
-    Where the event loop is slower than the model, requests wait to be parsed, not in the queue. So requests that arrived
-    whole are counted before they are parsed, and those that nobody computes are held to the limit of the queue.
+    Where the event loop is slower than the model, requests wait to be parsed, not in the queue. So requests that
+    arrived whole are counted before they are parsed, and those that nobody computes are held to the queue's limit.
 
     Args:
         limits: of the queue.
