@@ -42,7 +42,7 @@ def run_perf_analyzer(
                           fix="--rates '' for clients alone")  # fmt: skip
     if settings.processes > 1:
         raise ConfigError(
-            "perf_analyzer has threads of its own", where="processes", value=settings.processes, allowed=1
+            "perf_analyzer has threads of its own", where="processes", value=settings.processes, allowed="1"
         )
     model, requests = prepare_load(settings, table)
     phases: list[Phase] = []
