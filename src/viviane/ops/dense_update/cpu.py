@@ -6,8 +6,10 @@ The arithmetic is that of the rows of embedding tables (`viviane.ops.rules`), bl
 from __future__ import annotations
 
 import ctypes
+from array import array
 from collections.abc import Sequence
 from functools import cache
+from itertools import chain
 from typing import TYPE_CHECKING, Final
 
 from numba import float32, njit
@@ -28,7 +30,6 @@ if TYPE_CHECKING:
 __all__ = ["check_finite", "mark", "move_tensors", "update_scaled_status", "update_status"]
 
 _BLOCK: Final = 64
-_COLUMNS: Final = 5  # addresses of weights, gradients and two states, and how many numbers there are
 
 
 def move_tensors(
@@ -57,18 +58,14 @@ def move_tensors(
     given = (ctypes.c_double * len(values))(*values)
     threads = num_threads(total)
     update_kernel(rule, kind, sources())(
-        (ctypes.addressof(table), len(params), total, ctypes.addressof(given)), tickets=threads, threads=threads
+        (table.buffer_info()[0], len(params), total, ctypes.addressof(given)), tickets=threads, threads=threads
     )
 
 
-def _table(*columns: Sequence[Tensor]) -> tuple[ctypes.Array[ctypes.c_int64], int]:
-    """Return the tensors' addresses and sizes, row by row, and how many numbers a column has."""
-    sizes = [one.numel() for one in columns[0]]
-    flat = [0] * (_COLUMNS * len(sizes))
-    for place, column in enumerate(columns):
-        flat[place::_COLUMNS] = map(Tensor.data_ptr, column)
-    flat[_COLUMNS - 1 :: _COLUMNS] = sizes
-    return (ctypes.c_int64 * len(flat))(*flat), sum(sizes)
+def _table(*columns: Sequence[Tensor]) -> tuple[array[int], int]:
+    """Return the tensors' addresses, column by column, then their sizes, and how many numbers a column has."""
+    sizes = [*map(Tensor.numel, columns[0])]
+    return array("q", [*map(Tensor.data_ptr, chain(*columns)), *sizes]), sum(sizes)
 
 
 def _numbers(rule: str, given: Sequence[float], inside: bool, decays: bool, scale: float) -> list[float]:
@@ -118,10 +115,10 @@ def update_kernel(rule: str, kind: int, key: str) -> Kernel:
         while ticket < tickets:
             begin, end, start = total * ticket // tickets, total * (ticket + 1) // tickets, 0
             for i in range(count):
-                at, stop = shares(begin, end, start, table[i * _COLUMNS + 4])
-                weight, gradient = table[i * _COLUMNS], table[i * _COLUMNS + 1]
-                s, t = table[i * _COLUMNS + 2], table[i * _COLUMNS + 3]
-                start += table[i * _COLUMNS + 4]
+                weight, gradient, s, t = table[i], table[count + i], table[2 * count + i], table[3 * count + i]
+                size = table[4 * count + i]
+                at, stop = shares(begin, end, start, size)
+                start += size
                 while at + _BLOCK <= stop:
                     place, there = 4 * at, gradient + width * at
                     move_block(rule, kind, weight + place, there, s + place, t + place, w, g, numbers, _BLOCK)
