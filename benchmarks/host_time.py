@@ -11,6 +11,8 @@ PyTorch with `nn.Embedding` and `torch.optim.Adam(foreach=True)`.
 runs in the step, forward, backward and update, called again with the same arguments from a loop, and the calls of Numba
 kernels, timed one by one. What remains is Python, autograd's graph and the argument checks of operations. To list a
 step's operators the benchmark observes one step, which therefore runs eagerly; a replayed step runs the same ones.
+
+DLRM and DeepFM of the same widths are measured against eager steps of their own (`cuda_graph=False`).
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import cProfile
 import pstats
 from collections.abc import Callable
 from time import thread_time
-from typing import Any
+from typing import Any, Literal
 from unittest.mock import patch
 
 import numpy as np
@@ -32,11 +34,16 @@ import viviane as vv
 from record import record
 from viviane.batch import Batch
 from viviane.ops.native.kernels import Kernel
-from viviane.zoo import DCN
+from viviane.zoo import DCN, DLRM, DeepFM
 
 GOAL_MS = 0.25
-CASE = "DCN, 26 + 13 columns, 1 CPU thread"
+CASE = "{}, 26 + 13 columns, 1 CPU thread"
 NUM_CATEGORICAL, NUM_DENSE, DIM, HIDDEN = 26, 13, 4, (8, 8)
+MODELS = {
+    "DCN": DCN(dim=DIM, deep_mlp=HIDDEN),
+    "DLRM": DLRM(dim=DIM, bottom_mlp=HIDDEN[:1], top_mlp=HIDDEN),
+    "DeepFM": DeepFM(dim=DIM, deep_mlp=HIDDEN),
+}
 
 
 class PlainDCN(nn.Module):
@@ -71,14 +78,14 @@ def batch_of(schema: vv.Schema) -> Batch:
     return Batch.from_columns(schema, columns)
 
 
-def own_step() -> Callable[[], object]:
+def own_step(name: str, cuda_graph: bool | Literal["auto"] = "auto") -> Callable[[], object]:
     schema = vv.Schema(
         labels=[{"name": "y"}],
         dense=[{"name": f"x{i}"} for i in range(NUM_DENSE)],
         categorical=[{"name": f"c{i}", "num_ids": 200} for i in range(NUM_CATEGORICAL)],
     )
-    model = vv.Model(vv.Solver(batch_size=512, device="cpu", num_threads=1), schema)
-    model.add(DCN(dim=DIM, deep_mlp=list(HIDDEN)))
+    model = vv.Model(vv.Solver(batch_size=512, device="cpu", num_threads=1, cuda_graph=cuda_graph), schema)
+    model.add(MODELS[name])
     model.compile(vv.Adam())
     batch, trainer = batch_of(schema), model.trainer
     return lambda: trainer.train_step(batch)
@@ -149,27 +156,37 @@ def kernel_milliseconds(step: Callable[[], object], count: int) -> float:
         return native + milliseconds(recorded.replay, count)[0]
 
 
+def measure(name: str, count: int) -> None:
+    """Record the figures of a model: DCN beside the same graph in plain PyTorch, others beside their eager steps."""
+    step = own_step(name)
+    label, peer = ("plain PyTorch, ms", plain_step()) if name == "DCN" else ("eager steps, ms", own_step(name, False))
+    own, low, high = milliseconds(step, count)
+    other, _, _ = milliseconds(peer, count)
+    case, shape = CASE.format(name), {"rows": 1, "dim": DIM, "hidden": list(HIDDEN)}
+    record(
+        bench="host_time", case=case, metric="host time of a training step", value=own, unit="ms", better="lower",
+        peer=label, peer_value=other, spread=(low, high), shape=shape,
+    )  # fmt: skip
+    record(
+        bench="host_time", case=case, metric="host time outside kernels", value=own - kernel_milliseconds(step, count),
+        unit="ms", better="lower", goal=GOAL_MS if name == "DCN" else None, peer=label,
+        peer_value=other - kernel_milliseconds(peer, count), shape=shape,
+    )  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--small", action="store_true", help="few steps; prints only")
-    parser.add_argument("--profile", action="store_true", help="print the functions that take most of the time")
+    parser.add_argument("--profile", action="store_true", help="print the functions that take most of DCN's time")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     count = 100 if arguments.small else 1500
-    step, peer = own_step(), plain_step()
-    own, low, high = milliseconds(step, count)
-    plain, _, _ = milliseconds(peer, count)
-    shape = {"rows": 1, "dim": DIM, "hidden": list(HIDDEN)}
-    record(
-        bench="host_time", case=CASE, metric="host time of a training step", value=own, unit="ms", better="lower",
-        peer="plain PyTorch, ms", peer_value=plain, spread=(low, high), shape=shape,
-    )  # fmt: skip
-    record(
-        bench="host_time", case=CASE, metric="host time outside kernels", value=own - kernel_milliseconds(step, count),
-        unit="ms", better="lower", goal=GOAL_MS, peer="plain PyTorch, ms",
-        peer_value=plain - kernel_milliseconds(peer, count), shape=shape,
-    )  # fmt: skip
+    for name in MODELS:
+        measure(name, count)
     if arguments.profile:
+        step = own_step("DCN")
+        for _ in range(30):
+            step()
         profile = cProfile.Profile()
         profile.enable()
         for _ in range(count):
