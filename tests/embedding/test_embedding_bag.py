@@ -12,7 +12,7 @@ from torch import nn
 
 from viviane.config import SGD, AdaGrad, Adam
 from viviane.core.errors import CheckpointError, ConfigError, DataError, KeyRangeError
-from viviane.embedding import EmbeddingBag
+from viviane.embedding import DynamicTableConfig, EmbeddingBag, EmbeddingCollection, FeatureConfig, TableConfig
 
 # float32 sums of at most 5 numbers near 1, in another order.
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}
@@ -229,3 +229,22 @@ def test_compiled_in_one_graph():
     bag.step(0.1)
     eager.step(0.1)
     assert torch.equal(bag.weight, eager.weight)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_backward_passes_without_a_step_are_noticed_once(dynamic: bool, caplog) -> None:
+    """A torch optimizer has no parameters of tables, so a loop that forgets `step` would train nothing."""
+    name = f"forgotten{dynamic}"
+    table = DynamicTableConfig(name=name, dim=2) if dynamic else TableConfig(name=name, num_rows=4, dim=2)
+    tables = EmbeddingCollection([table], [FeatureConfig(name=name, table=name)], SGD())
+    for passes, num_messages in ((255, 0), (1, 1), (300, 1)):
+        for _ in range(passes):
+            tables({name: torch.tensor([1, 2])}).flat.sum().backward()
+        messages = [one.getMessage() for one in caplog.records if name in one.getMessage()]
+        assert len(messages) == num_messages
+    assert "step(lr=...)" in messages[0]
+    tables.discard_gradients()
+    for _ in range(300):
+        tables({name: torch.tensor([1, 2])}).flat.sum().backward()
+        tables.step(0.1)
+    assert len([one for one in caplog.records if name in one.getMessage()]) == 1

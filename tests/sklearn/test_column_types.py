@@ -6,6 +6,7 @@ import datetime
 import decimal
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ import pytest
 import viviane as vv
 from viviane.core.errors import ConfigError, DataError, SchemaError
 from viviane.core.rows import as_table
+from viviane.metrics.calibrators import PriorCorrection
 
 ROWS = 240
 
@@ -149,6 +151,26 @@ def test_numbers_may_be_named_as_categories_and_text_not_as_numbers(rows: Any) -
     np.testing.assert_array_equal(clf.predict_proba(frame.iloc[:3]), clf.predict_proba(frame)[:3])
     with pytest.raises(SchemaError, match=r"(?s)named as a number.*column 'site'"):
         classifier(numbers="site").fit(*rows)
+
+
+def test_a_saved_model_predicts_as_the_estimator_does(rows: Any, tmp_path: Path) -> None:
+    frame, y = rows
+    variants: list[dict[str, Any]] = [
+        {"negative_share": 0.1}, {"negative_share": 0.1, "calibration": None}, {"class_weight": {0: 1, 1: 6}},
+    ]  # fmt: skip
+    for n, settings in enumerate(variants):
+        clf = classifier(**settings).fit(frame, y)
+        clf.save(tmp_path / str(n))
+        found = vv.Model.load(tmp_path / str(n)).predict(frame)[:, 0]
+        np.testing.assert_allclose(found, clf.predict_proba(frame)[:, 1], rtol=1e-6)  # float32 beside float64
+    sampled, plain = (classifier(negative_share=share).fit(frame, y).decision_function(frame) for share in (0.1, None))
+    np.testing.assert_allclose(sampled, plain + np.log(0.1), atol=1e-5)
+    isotonic = classifier(calibration="isotonic", negative_share=0.1).fit(frame, y)
+    uncorrected = classifier(calibration="isotonic").fit(frame, y).predict_proba(frame)[:, 1]
+    expected = PriorCorrection.of_sampling(0.1)(uncorrected)
+    np.testing.assert_allclose(isotonic.predict_proba(frame)[:, 1], expected, rtol=1e-12)
+    with pytest.raises(ConfigError, match=r"(?s)isotonic.*model_.save"):
+        isotonic.save(tmp_path / "isotonic")
 
 
 def test_several_labels_are_named_in_every_mistake(rows: Any) -> None:

@@ -25,6 +25,7 @@ from viviane.embedding.table_storage import (
     distinct_gradients,
     join_entries,
     serialized,
+    watch_for_step,
 )
 from viviane.ops.row_update import Entries
 
@@ -118,6 +119,7 @@ class DynamicStorage(TableStorage):
     def add_gradients(self, gradients: RowGradients) -> None:
         """Keep the gradients of a backward pass until the next step."""
         self._pending.append(gradients)
+        watch_for_step(self._pending)
         self._summed = None
 
     @property

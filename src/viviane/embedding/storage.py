@@ -34,6 +34,7 @@ from viviane.embedding.table_storage import (
     distinct_gradients,
     join_entries,
     serialized,
+    watch_for_step,
 )
 from viviane.ops.capture import is_capturing, refuse_capture
 from viviane.ops.dispatch import kernels_serve
@@ -298,6 +299,7 @@ class Storage(TableStorage):
         if self.weight.is_cuda and is_capturing(self.weight.device):
             join_rows(self.weight.device, self._scratch)
         self._pending.append(gradients)
+        watch_for_step(self._pending)
         self._forget_sums()
 
     @property

@@ -13,18 +13,22 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import wraps
-from typing import Any, ClassVar, Concatenate, ParamSpec, Protocol, TypeVar, cast
+from functools import lru_cache, wraps
+from typing import Any, ClassVar, Concatenate, Final, ParamSpec, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
 from viviane.core.errors import ConfigError
+from viviane.core.logging import get_logger
 from viviane.embedding.dynamic_config import AnyTable
 from viviane.embedding.row_lease import RowLease
 from viviane.embedding.row_mean import RowMean
 from viviane.ops.capture import URGENT, branch
 from viviane.ops.row_update import Entries
+
+_log = get_logger(__name__)
+_MANY_WAITING: Final = 256  # backward passes without a step, of which gradient accumulation has fewer
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,21 @@ class RowGradients:
 
     entries: Entries
     tables: frozenset[str]
+
+
+def watch_for_step(waiting: Sequence[RowGradients]) -> None:
+    """Warn where gradients of very many backward passes wait: a torch optimizer does not move tables."""
+    if len(waiting) == _MANY_WAITING:
+        _warn_of_lost_updates(waiting[-1].tables)
+
+
+@lru_cache
+def _warn_of_lost_updates(tables: frozenset[str]) -> None:
+    _log.warning(
+        "tables %s have gradients of %d backward passes, and no step moved their rows: call step(lr=...) of the "
+        "collection or EmbeddingBag beside optimizer.step(), or discard_gradients()",
+        ", ".join(sorted(tables)[:10]), _MANY_WAITING,
+    )  # fmt: skip
 
 
 def distinct_gradients(waiting: Sequence[RowGradients]) -> Iterator[Tensor]:

@@ -15,6 +15,7 @@ from sklearn.utils.class_weight import compute_class_weight
 from sklearn.utils.multiclass import check_classification_targets
 
 from viviane.core.errors import ConfigError, DataError
+from viviane.core.locations import AnyPath
 from viviane.metrics.calibrators import IsotonicCalibration, PriorCorrection, fit_blend, logit, sigmoid
 from viviane.model import Model
 from viviane.sklearn.base import TableEstimator, check_numbers, checked_share, column, plural, say, weights_of
@@ -146,9 +147,26 @@ class CTRClassifier(ClassifierMixin, TableEstimator):  # type: ignore[misc]
         p = self._probabilities(X)[:, 0]
         if self.isotonic_ is not None:
             p = self.isotonic_(p)
-        if self.negative_share is not None:
-            p = PriorCorrection.of_sampling(self.negative_share)(p)
+            if self.negative_share is not None:
+                p = PriorCorrection.of_sampling(self.negative_share)(p)
         return np.column_stack([1 - p, p])
+
+    def save(self, folder: str | AnyPath) -> AnyPath:
+        """Write the model's folder: what `vv.Model.load`, `viviane serve`, `predict` and `export` read.
+
+        Raises:
+            ConfigError: with isotonic calibration, which a model's graph cannot hold.
+            sklearn.exceptions.NotFittedError: before `fit`.
+        """
+        self._fitted_model()
+        if self.isotonic_ is not None:
+            raise ConfigError(
+                "isotonic calibration is no part of a model's folder, whose predictions would differ",
+                where="calibration", value=self.calibration,
+                fix="fit with calibration='platt', pickle the estimator, or save the model without calibration: "
+                "clf.model_.save(folder)",
+            )  # fmt: skip
+        return super().save(folder)
 
     def decision_function(self, X: Any) -> NDArray[np.float64]:  # noqa: N803
         """Return ln(p / (1 - p)) of the second class, (rows,)."""
@@ -295,6 +313,8 @@ class CTRClassifier(ClassifierMixin, TableEstimator):  # type: ignore[misc]
         each = [share / len(of_kind) for of_kind, share in zip(models, shares, strict=True) for _ in of_kind]
         if pair is not None:  # the logits of a graph are those of the weighted data
             shift += PriorCorrection(*pair).shift * float(np.sum(each))
+        if self.negative_share is not None and self.isotonic_ is None:
+            shift += PriorCorrection.of_sampling(self.negative_share).shift
         solver = flat[0].solver.model_copy(
             update={"class_weights": None, "correct_class_weights": False, "ema_decay": None}
         )
