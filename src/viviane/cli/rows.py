@@ -23,15 +23,22 @@ def open_rows(path: str | AnyPath, model: Model, *, with_labels: bool) -> Iterat
     Raw files go through the model's ETL into a temporary folder; its filters, which choose rows to train on, do
     not apply. A malformed row is an error, not left out.
 
+    Args:
+        path: a data set folder; or a raw file, a folder of such, or a pattern.
+
     Raises:
-        DataError: raw files, and the model carries no ETL.
+        DataError: raw files, and the model carries no ETL; or a folder of data sets.
     """
     place = published_location(path)
-    if not place.exists():
+    is_pattern = any(sign in str(path) for sign in "*?[")
+    if not place.exists() and not is_pattern:
         raise DataNotFoundError("no such input", where=str(place), allowed="a data set folder, or raw files")
     if place.is_dir() and (place / SCHEMA_FILE).exists():
         yield Dataset(place)
         return
+    if place.is_dir() and (parts := sorted(one.name for one in place.iterdir() if (one / SCHEMA_FILE).exists())):
+        fix = f"name one of them: {place / parts[0]}"
+        raise DataError("this folder holds data sets, and is none", where=str(place), value=", ".join(parts), fix=fix)
     if model.etl is None:
         raise DataError(
             "these are raw rows, and the model carries no ETL to read them",

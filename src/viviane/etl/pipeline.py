@@ -261,7 +261,10 @@ class _Run:
             shards = stager.run()
         rejected = sum(shard.num_rejected for shard in shards)
         if not any(shard.num_rows for shard in shards):
-            raise DataError("no usable row in the input", where=str(output), value=f"{rejected} malformed rows")
+            place = ", ".join(source.shown for source in stager.sources[:5])
+            if not rejected:
+                raise DataError("the input has no rows", where=place)
+            raise DataError("no usable row in the input", where=place, value=f"{rejected} malformed rows")
         with self._timed("split"):
             names = part_names(self.split, "train" if isinstance(self.what, EtlConfig) else "")
             partition = Partition(self.config, self.split, names, self.chosen, stager, shards)

@@ -57,6 +57,12 @@ class Roles:
         ]  # fmt: skip
         if len(items) != 1:
             value = ", ".join(column.name for column in items) or "no one-hot column shares the history's vocabulary"
+            if of is None:
+                raise SchemaError(
+                    "which column holds items? the schema has no history, whose vocabulary would tell",
+                    value=", ".join(column.name for column in schema.one_hot)[:200],
+                    fix="specify it: item='item_id'; or train a model of histories, such as sasrec",
+                )
             raise SchemaError("the item column is ambiguous", value=value, fix="specify it: item='item_id'")
         (found,) = items
         if found.num_ids is None:

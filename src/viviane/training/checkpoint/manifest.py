@@ -262,6 +262,11 @@ def read_manifest(folder: str | Path) -> Manifest:
     path = Path(folder) / MANIFEST_FILE
     if not path.is_file():
         fix = "pass a folder with manifest.json"
+        inside = sorted(one.parent for one in Path(folder).glob(f"*/{MANIFEST_FILE}")) or sorted(
+            one.parent for one in Path(folder).glob(f"checkpoints/*/{MANIFEST_FILE}")
+        )
+        if inside:
+            fix = f"pass one of those inside: {', '.join(map(str, inside[-3:]))}"
         raise CheckpointNotFoundError("no checkpoint found", where=str(path), fix=fix)
     try:
         body = load_json(path)
