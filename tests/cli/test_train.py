@@ -212,7 +212,10 @@ def test_changes_reach_into_nodes(tmp_path: Path) -> None:
 
 
 MISTAKES = [
-    (["solver.lrr=1"], {}, r"c\.json, solver\.lrr.*did you mean 'lr'"),
+    (["solver.lrr=1"], {}, r"where:   --set solver\.lrr.*did you mean 'lr'"),
+    (["solver={}", 'solver.lr="a"'], {}, r"where:   --set solver\.lr\n.*'a'"),
+    (["solver.lr=0.1"], {"solver": {"epochs": 0}}, r"c\.json, solver\.epochs"),
+    ([], {"solver": {"lrr": 1}}, r"c\.json, solver\.lrr.*did you mean 'lr'"),
     (["modle.dim=1"], {}, "modle.*did you mean 'model'"),
     (["model.dimm=1"], {}, "unknown key.*model, dimm.*did you mean 'dim'"),
     (["model.zoo=dlmr"], {}, "unknown zoo model.*'dlmr'.*did you mean 'dlrm'"),

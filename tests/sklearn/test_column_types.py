@@ -173,6 +173,12 @@ def test_a_saved_model_predicts_as_the_estimator_does(rows: Any, tmp_path: Path)
         isotonic.save(tmp_path / "isotonic")
 
 
+def test_weights_that_are_none_are_refused(rows: Any) -> None:
+    for wrong, message in ((2.0, "one value"), ("age", "no numbers"), (["a"] * ROWS, "no numbers"), ([None], "rows")):
+        with pytest.raises(DataError, match=f"sample_weight.*{message}"):
+            classifier().fit(*rows, sample_weight=wrong)
+
+
 def test_several_labels_are_named_in_every_mistake(rows: Any) -> None:
     frame, y = rows
     tasks = vv.CTRMultiTaskClassifier(epochs=1, verbose=0)

@@ -193,12 +193,20 @@ def read_train_config(path: Path, changes: Sequence[str] = ()) -> TrainConfig:
     """Read a config file, after changes such as "solver.lr=0.01".
 
     Raises:
-        ConfigError: the file, the key and the nearest known one.
+        ConfigError: the file or the change, the key and the nearest known one.
     """
     data = load_json(path)
     for change in changes:
         change_settings(data, change)
-    return TrainConfig.from_dict(data, where=str(path))
+    try:
+        return TrainConfig.from_dict(data, where=str(path))
+    except ConfigError as error:
+        for changed in [change.partition("=")[0] for change in changes]:
+            if f"{error.where}.".startswith(f"{path}, {changed}."):
+                where = f"--set {str(error.where).removeprefix(f'{path}, ')}"
+                shown: dict[str, Any] = {} if error.value is None else {"value": error.value}
+                raise ConfigError(error.what, where=where, fix=error.fix, **shown) from None
+        raise
 
 
 def change_settings(data: Any, change: str) -> None:

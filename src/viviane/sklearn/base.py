@@ -192,7 +192,13 @@ def weights_of(sample_weight: Any, rows: int) -> NDArray[np.float64] | None:
     """
     if sample_weight is None:
         return None
-    weights: NDArray[np.float64] = column_or_1d(np.asarray(sample_weight, dtype=np.float64))
+    try:
+        weights: NDArray[np.float64] = np.asarray(sample_weight, dtype=np.float64)
+    except (TypeError, ValueError) as error:
+        raise DataError("sample_weight holds no numbers", value=str(error)) from error
+    if weights.ndim == 0:
+        raise DataError("sample_weight is one value, not one for each row", value=str(sample_weight)[:80])
+    weights = column_or_1d(weights)
     if len(weights) != rows:
         raise DataError("sample_weight has another number of rows than X", value=f"{len(weights)}, X has {rows}")
     wrong = np.flatnonzero(~(np.isfinite(weights) & (weights >= 0)))

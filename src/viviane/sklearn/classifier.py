@@ -330,7 +330,8 @@ def log_loss(y: NDArray[np.float64], p: NDArray[np.float64], weight: NDArray[np.
 
 
 def auc(y: NDArray[np.float64], p: NDArray[np.float64], weight: NDArray[np.float64] | None = None) -> float:
-    """Return the weighted area under the ROC curve; NaN where there is one class."""
+    """Return the weighted area under the ROC curve; NaN where one class has all the weight."""
     from sklearn.metrics import roc_auc_score
 
-    return float(roc_auc_score(y, p, sample_weight=weight)) if 0 < y.sum() < len(y) else float("nan")
+    positive = float(np.average(y, weights=weight))
+    return float(roc_auc_score(y, p, sample_weight=weight)) if 0 < positive < 1 else float("nan")
