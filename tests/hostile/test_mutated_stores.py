@@ -293,6 +293,34 @@ def test_keys_that_end_inside_a_number_are_refused(tmp_path: Path) -> None:
         KeyFilesTier(tmp_path, 2)
 
 
+@pytest.mark.parametrize("number", [0, -1, 10**12, 10**18])
+def test_the_number_of_the_next_run_is_above_all_others(number: int, place: Path, tmp_path: Path) -> None:
+    """A run that took the name of another would overwrite it; a very long name is none."""
+    shutil.copytree(place / "runs", tmp_path / "runs")
+    manifest = tmp_path / "runs/manifest.json"
+    body = json.loads(manifest.read_text())
+    assert body["runs"]
+    manifest.write_text(json.dumps({**body, "next": number}))
+    with pytest.raises(VivianeError, match=r"the number of the next run is out of range[\s\S]*manifest\.json, next"):
+        SortedRunTier(tmp_path / "runs", LAYOUT)
+    renamed = [{**body["runs"][0], "file": "manifest.json"}]
+    manifest.write_text(json.dumps({**body, "runs": renamed}))
+    with pytest.raises(VivianeError, match="not the name of a run"):
+        SortedRunTier(tmp_path / "runs", LAYOUT)
+
+
+def test_blocks_of_more_rows_than_numbers_have_bits(place: Path, tmp_path: Path) -> None:
+    shutil.copytree(place / "viviane", tmp_path / "viviane")
+    manifest = tmp_path / "viviane/manifest.json"
+    body = json.loads(manifest.read_text())
+    found = json.dumps(body)
+    rows = body["files"][0]["blocks"][0]["rows"]
+    for many in (2**62, 2**63 - 1):
+        manifest.write_text(found.replace(f'"rows": {rows}', f'"rows": {many}'))
+        with pytest.raises(VivianeError):
+            Dataset(tmp_path / "viviane")
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_many_mutated_stores(place: Path, tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ def open_parquet(path: AnyPath, compare: Callable[[pa.Schema, str], None]) -> pq
     try:
         source: Any = path.ranged() if isinstance(path, RemotePath) else path
         file = pq.ParquetFile(source)
-    except (OSError, pa.ArrowException) as error:
+    except (OSError, pa.ArrowException, UnicodeDecodeError) as error:  # a name of a column that is not UTF-8
         raise DataError(
             "not a complete Parquet file; it may be truncated or partly copied",
             where=str(path),

@@ -155,7 +155,7 @@ def _open(source: Source) -> pq.ParquetFile:
     try:
         place: Any = source.path.ranged() if isinstance(source.path, RemotePath) else source.path
         return pq.ParquetFile(place, pre_buffer=place is not source.path)
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:  # a name of a column that is not UTF-8
         raise _damaged(source, error) from error
 
 

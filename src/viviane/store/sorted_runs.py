@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 import zlib
 from collections.abc import Iterator
@@ -26,6 +27,8 @@ from viviane.store.statistics import StatsCounter, TierStats
 from viviane.store.tier import SCAN_ROWS
 
 FORMAT: Final = "viviane-sorted-runs"
+_RUN: Final = re.compile(r"run-([0-9]{8,12})\.bin")
+_MOST_RUNS: Final = 10**12
 _PIECE_ROWS: Final = 65_536
 _GAP_ROWS: Final = 32
 
@@ -151,6 +154,11 @@ class SortedRunTier:
         with expected_form(str(path), StoreError):
             entries = [(str(one["file"]), int(one["rows"]), int(one["crc32"])) for one in found["runs"]]
             self._next = int(found["next"])
+        numbers = [-1, *(_run_number(name, path) for name, _, _ in entries)]
+        if not max(numbers) < self._next < _MOST_RUNS:
+            allowed = f"{max(numbers) + 1} to {_MOST_RUNS - 1}"
+            raise StoreError("the number of the next run is out of range", where=f"{path}, next",
+                             value=str(self._next)[:50], allowed=allowed, fix="use a copy of the tier")  # fmt: skip
         for name, count, total in entries:
             run = file_inside(self.folder, name, where=str(path), error=StoreError)
             size = run.stat().st_size if run.is_file() else -1
@@ -382,6 +390,14 @@ def _write_run(path: Path, parts: Iterator[tuple[Keys, Rows, Found]], count: int
         file.flush()
         os.fsync(file.fileno())
     return _crc(path)
+
+
+def _run_number(name: str, manifest: Path) -> int:
+    """Return the number in the name of a run; the next one gets a larger number, and so a name of its own."""
+    found = _RUN.fullmatch(name)
+    if found is None:
+        raise StoreError("not the name of a run", where=str(manifest), value=name[:100], allowed="run-00000000.bin")
+    return int(found[1])
 
 
 def _crc(path: Path) -> int:

@@ -17,6 +17,7 @@ by num_ids, not by the ids that occur; raw ids are int64.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
@@ -47,7 +48,7 @@ class Section:
     @property
     def num_bytes(self) -> int:
         """Size in bytes without alignment padding."""
-        return int(np.prod(self.shape, dtype=np.int64)) * np.dtype(self.dtype).itemsize
+        return math.prod(self.shape) * np.dtype(self.dtype).itemsize
 
     def array(self, data: NDArray[np.uint8], block: int) -> NDArray[Any]:
         """Return the section of the block that begins at byte `block` of a file."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -108,7 +109,7 @@ def write_sources(file: Path, sources: Mapping[str, Source]) -> FileEntry:
     header, stop = {}, 0
     for name in order:
         one, start = sources[name], stop
-        stop += int(np.prod(one.shape, dtype=np.int64)) * one.dtype.itemsize
+        stop += math.prod(one.shape) * one.dtype.itemsize
         if one.dtype not in _TYPES:
             raise CheckpointError("the file format does not support this type", where=f"{file}, {name}",
                                   value=one.dtype, fix="keep it in float32 or int64")  # fmt: skip
