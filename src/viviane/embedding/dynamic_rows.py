@@ -9,6 +9,7 @@ nothing, and needs no room beside what the grown table takes.
 
 from __future__ import annotations
 
+import mmap
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Final
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from viviane.config.optimizers import AnyOptimizer
@@ -129,18 +131,27 @@ class DynamicRows:
             self.grow(min(self.max_rows, num_rows + more))
 
     def read_ahead(self, rows: Tensor, with_state: bool) -> None:
-        """Read rows of a file in many threads, so that the disk has many requests at a time; nothing for memory.
+        """Read the pages of rows in a file in many threads, so that the disk has many requests at a time.
 
-        What follows reads one row after another, and would wait for the disk at each.
+        What follows reads one row after another, and would wait for the disk at each. One byte of each page is enough,
+        and costs little where the pages are in memory. Rows that no key has read a page for nothing.
         """
         if self._make_file is None:
             return
-        wanted = np.unique(rows.numpy())
-        wanted = wanted[: np.searchsorted(wanted, self.capacity)]
-        shares = np.array_split(wanted, min(_READERS, -(-len(wanted) // _LEAST_SHARE))) if len(wanted) else []
-        parts = [self.weight, *(self.state.values() if with_state else ())]
-        views = [part.view(len(part), -1).view(torch.uint8).numpy() for part in parts]
-        list(_readers().map(lambda own: [view.take(own, axis=0, mode="clip") for view in views], shares))
+        views = []
+        for part in (self.weight, *(self.state.values() if with_state else ())):
+            row_bytes = part[:1].numel() * part.element_size()
+            views.append((part.view(-1).view(torch.uint8).numpy(), row_bytes, page_offsets(row_bytes, mmap.PAGESIZE)))
+
+        def touch(own: NDArray[np.int64]) -> None:
+            for values, row_bytes, offsets in views:
+                first = own * row_bytes
+                for offset in offsets:
+                    values.take(first + offset, mode="clip")
+
+        wanted = rows.numpy().astype(np.int64, copy=False)
+        shares = np.array_split(wanted, max(1, min(_READERS, len(wanted) // _LEAST_SHARE)))
+        list(_readers().map(touch, shares))
 
     def begin(self, rows: Tensor, keys: Tensor) -> None:
         """Give rows the initial values of their new keys, and fresh optimizer state."""
@@ -188,6 +199,16 @@ class DynamicRows:
         """Bytes of rows and state in use."""
         parts = [self.storage, *self._states.values()]
         return sum(num_rows * part[:1].numel() * part.element_size() for part in parts)
+
+
+def page_offsets(row_bytes: int, page_bytes: int) -> list[int]:
+    """Return bytes of a row, as offsets from its first, that lie in all pages it has, wherever it begins.
+
+    Example:
+        >>> page_offsets(256, 4096), page_offsets(8192, 4096)
+        ([0, 255], [0, 4096, 8191])
+    """
+    return [*range(0, row_bytes - 1, page_bytes), row_bytes - 1]
 
 
 @cache

@@ -65,9 +65,9 @@ def reserved(count: int, dtype: torch.dtype, when_released: Callable[[], object]
 class MappedFile:
     """A vector of zeros in a working file that is mapped into memory: the system keeps the pages in use there.
 
-    The file has no name once it is open: its disk is given back with the last view, or when the process ends, however
-    that is. Disk is allocated by `allocate`, so that a full one is an error there; a store to a page without disk would
-    end the process.
+    The file has no name, where the system has such files not even while it is made: its disk is given back with the
+    last view, or when the process ends, however that is. Disk is allocated by `allocate`, so that a full one is an
+    error there; a store to a page without disk would end the process.
 
     Args:
         count: its length.
@@ -93,9 +93,9 @@ class MappedFile:
         num_bytes = max(count, 1) * dtype.itemsize
         try:
             Path(self._where).mkdir(parents=True, exist_ok=True)
-            self._file, name = tempfile.mkstemp(dir=self._where, prefix="viviane-rows-")
-            weakref.finalize(self, os.close, self._file).atexit = False
-            Path(name).unlink()
+            file = tempfile.TemporaryFile(dir=self._where, prefix="viviane-rows-", buffering=0)  # noqa: SIM115
+            weakref.finalize(self, file.close).atexit = False
+            self._file = file.fileno()
             os.ftruncate(self._file, num_bytes)
             memory = mmap.mmap(self._file, num_bytes)
         except (OSError, ValueError, OverflowError) as error:
