@@ -95,6 +95,34 @@ def test_shows_tables_in_tiers_with_expected_hits(config, tmp_path):
     assert found[1000] > 80 > found[300]
 
 
+def test_shows_where_dynamic_tables_are(tmp_path):
+    names = ["sized", "small", "file", "plain"]
+    schema = Schema(labels=[{"name": "y"}], categorical=[{"name": name, "num_ids": None} for name in names])
+    data = write_dataset(tmp_path / "train", schema, [{"y": [0.0, 1.0], **{name: [10**15, 3] for name in names}}])
+    bounded = {"max_capacity": 1000}
+    tables = {  # rows of 8 numbers with Adam take 96 bytes, and 18 as in a cache
+        "sized": {"memory": 999 * 114, "dynamic": bounded}, "small": {"memory": 1000 * 114, "dynamic": bounded},
+        "file": {"dynamic": {"memory": "file"}},
+    }  # fmt: skip
+    graph = [
+        {"node": "Input", "sparse": "cats"},
+        {"node": "SparseEmbedding", "name": "emb", "bottom": "cats", "dim": 8, "tables": tables},
+        {"node": "DenseLayer", "name": "flat", "type": "Reshape", "bottom": ["emb"], "params": {"leading_dim": 32}},
+        {"node": "DenseLayer", "name": "score", "type": "MLP", "bottom": ["flat"], "params": {"num_outputs": [1]}},
+        {"node": "DenseLayer", "name": "loss", "type": "BinaryCrossEntropyLoss", "bottom": ["score", "label"]},
+    ]
+    text = {
+        "data": {"train": str(data.path)}, "model": {"nodes": graph}, "optimizer": {"type": "adam"},
+        "solver": {"device": "cpu"},
+    }  # fmt: skip
+    (tmp_path / "run.json").write_text(json.dumps(text))
+    result = CliRunner().invoke(app, ["plan", str(tmp_path / "run.json"), *MACHINE])
+    assert result.exit_code == 0, result.output
+    assert [line.split(":")[0] for line in result.output.splitlines() if "in a working file" in line] == [
+        "dynamic table emb.sized, up to 0.000 GB", "dynamic table emb.file, without max_capacity",
+    ]  # fmt: skip
+
+
 def test_either_gpus_or_processes(config):
     result = CliRunner().invoke(app, ["plan", str(config), "--gpus", "2", "--processes", "2", *MACHINE])
     assert isinstance(result.exception, ConfigError)

@@ -1,7 +1,10 @@
 """Dynamic tables whose rows lie in files: the bits of tables in memory, and what a full disk or another device says."""
 
+import ctypes
 import errno
+import mmap
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ from viviane.config import SGD, AdaGrad, Adam, Ftrl, RMSProp
 from viviane.core.errors import ConfigError, VivianeError
 from viviane.embedding import DynamicTable, DynamicTableConfig, EmbeddingCollection, FeatureConfig, TableConfig
 from viviane.embedding.cache_sizes import CacheSettings, divided
+from viviane.embedding.dynamic_rows import page_offsets
 from viviane.ops.hash_table import MappedFile, reserve
 
 RULES = [
@@ -165,3 +169,81 @@ def test_what_a_dynamic_table_does_not_need_goes_to_the_others():
     assert (left.memory, short) == (26 * 100, {})
     left, short = divided([fixed, dynamic], SGD(), CacheSettings(memory=26 * 110, tables={"b": 26 * 5, "a": 26 * 7}))
     assert (left.memory, left.tables, short) == (26 * 105, {"a": 26 * 7}, {"b": 26 * 5})
+
+
+def test_a_table_that_has_its_place_takes_no_share_and_no_size():
+    fixed, dynamic = TableConfig(name="a", num_rows=1000, dim=2), DynamicTableConfig(name="b", dim=2)
+    in_file = DynamicTableConfig(name="c", dim=2, memory="file")
+    left, short = divided([fixed, dynamic, in_file], SGD(), CacheSettings(memory=26 * 100))
+    assert (left.memory, short) == (26 * 50, {"b": 26 * 50})
+    with pytest.raises(ConfigError, match=r"(?s)a place of its own.*table 'c'.*leave one of them out"):
+        divided([in_file], SGD(), CacheSettings(tables={"c": 2600}))
+
+
+def test_a_share_of_no_row_places_all_rows_outside(tmp_path):
+    tables = [DynamicTableConfig(name=name, dim=2) for name in "bc"]
+    features = [FeatureConfig(name=name, table=name) for name in "bc"]
+    _, short = divided(tables, SGD(), CacheSettings(memory=26))
+    assert short == {"b": 1, "c": 26}
+    own = EmbeddingCollection(tables, features, SGD(), cache=CacheSettings(tables=short, folder=tmp_path))
+    assert [own.dynamic_table(name).table.memory for name in "bc"] == ["file", "file"]
+
+
+def test_a_size_beyond_what_a_table_needs_is_left_to_the_others():
+    fixed, dynamic = TableConfig(name="a", num_rows=1000, dim=2), DynamicTableConfig(name="b", dim=2, max_capacity=10)
+    settings = CacheSettings(memory=26 * 110, tables={"b": "1 GiB"})
+    left, short = divided([fixed, dynamic], SGD(), settings)
+    assert (left.memory, left.tables, short) == (26 * 100, {}, {})
+
+
+@given(row_bytes=st.integers(1, 50), page_bytes=st.integers(1, 20), first=st.integers(0, 100))
+def test_the_bytes_read_ahead_lie_in_all_pages_of_a_row(row_bytes, page_bytes, first):
+    touched = [first + offset for offset in page_offsets(row_bytes, page_bytes)]
+    assert all(first <= place < first + row_bytes for place in touched)
+    assert {place // page_bytes for place in touched} == {(first + i) // page_bytes for i in range(row_bytes)}
+
+
+def _is_in_memory(libc, row):
+    first, last = (place // mmap.PAGESIZE for place in (row.data_ptr(), row.data_ptr() + row.numel() * 4 - 1))
+    seen = (ctypes.c_ubyte * (last + 1 - first))()
+    assert libc.mincore(ctypes.c_void_p(first * mmap.PAGESIZE), ctypes.c_size_t(len(seen) * mmap.PAGESIZE), seen) == 0
+    return all(one & 1 for one in seen)
+
+
+def test_rows_are_read_ahead_from_the_disk(tmp_path):
+    _, table = _pair(Adam(), tmp_path, dim=1500)  # rows of one and a half pages
+    rows = table.find_or_insert(torch.arange(64) * 10**12)
+    table.release()
+    before = table.state_dict()
+    libc, parts = ctypes.CDLL(None), (table.weight, *table.state.values())
+    for part in parts:
+        size = ctypes.c_size_t(part.numel() * part.element_size())
+        assert libc.madvise(ctypes.c_void_p(part.data_ptr()), size, mmap.MADV_DONTNEED) == 0
+    for link in Path("/proc/self/fd").iterdir():
+        if link.is_symlink() and str(link.readlink()).startswith(str(tmp_path)):
+            os.fsync(int(link.name))
+            os.posix_fadvise(int(link.name), 0, 0, os.POSIX_FADV_DONTNEED)
+    if all(_is_in_memory(libc, part[row]) for part in parts for row in rows.tolist()):
+        pytest.skip("this disk is memory")
+    assert not any(_is_in_memory(libc, part[row]) for part in parts for row in rows.tolist())
+    wanted = torch.cat([rows[::2], torch.tensor([table.null_row, table.null_row + 1])])
+    table.read_ahead(wanted, training=True)
+    assert all(_is_in_memory(libc, part[row]) for part in parts for row in rows[::2].tolist())
+    for name, part in table.state_dict().items():
+        assert torch.equal(part, before[name]), name
+
+
+def test_a_file_has_no_name_even_while_it_is_made(tmp_path, monkeypatch):
+    try:
+        os.close(os.open(tmp_path, os.O_TMPFILE | os.O_RDWR))
+    except OSError:
+        pytest.skip("this disk has no files without a name")
+
+    def never(*arguments, **options):
+        raise AssertionError("a kill before this would leave a file behind")
+
+    monkeypatch.setattr(os, "unlink", never)
+    vector = MappedFile(1 << 20, torch.float32, tmp_path)
+    vector.allocate(0, 4096)
+    vector.tensor[:3] = 1.0
+    assert not list(tmp_path.iterdir())

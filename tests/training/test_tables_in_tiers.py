@@ -166,7 +166,7 @@ def test_memory_as_an_option_of_a_table_trains_to_the_same_bits(data: Path) -> N
     [
         ({"memory": "2 gibs"}, "not a memory size"),
         ({"memory": 0}, "must be positive"),
-        ({"memory": "1 GB", "dynamic": {}}, "memory is of a table with num_ids"),
+        ({"memory": "1 GB", "dynamic": {"memory": "file"}}, "size of memory, and a place of its own"),
         ({"memory": 1}, "too small for one row"),
     ],
 )

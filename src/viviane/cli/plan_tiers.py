@@ -69,18 +69,20 @@ def placed_tables(
     settings: TrainConfig, graph: GraphPlan, data: Dataset, device: torch.device, processes: int
 ) -> tuple[list[Placed], list[PlacedDynamic]]:
     """Return the tables that training would keep in tiers, as `Model.compile` places them; logs why."""
-    from viviane.embedding import TableConfig
-    from viviane.embedding.cache_sizes import row_layout, rule_of_table, slot_bytes, slots_of_tables
+    from viviane.embedding import DynamicTableConfig, TableConfig
+    from viviane.embedding.cache_sizes import CacheSettings, row_layout, rule_of_table, slot_bytes, slots_of_tables
     from viviane.model.table_memory import table_memory
 
     rule = settings.embedding_optimizer or settings.optimizer
     tables = {node: own.tables for node, own in graph.tables.items()}
     found, counts, dynamic = [], None, []
-    for node, cache in table_memory(tables, rule, settings.solver, device, processes, graph.table_memory).items():
-        for table in tables[node]:
-            if not isinstance(table, TableConfig) and table.name in cache.tables:
+    memory = table_memory(tables, rule, settings.solver, device, processes, graph.table_memory)
+    for node, every in tables.items():
+        cache = memory.get(node, CacheSettings())
+        for table in every:
+            if isinstance(table, DynamicTableConfig) and (table.name in cache.tables or table.memory != "device"):
                 dynamic.append(_placed_dynamic(f"{node}.{table.name}", table, rule, cache, device.type))
-        own = [one for one in tables[node] if isinstance(one, TableConfig) and one.name in cache.tables]
+        own = [one for one in every if isinstance(one, TableConfig) and one.name in cache.tables]
         sizes = {one.name: cache.tables[one.name] for one in own}
         slots = slots_of_tables(own, rule, replace(cache, tables=sizes))
         for table in own:
@@ -101,7 +103,9 @@ def _placed_dynamic(
     from viviane.config.memory_sizes import num_bytes
     from viviane.embedding.cache_sizes import placed, table_bytes
 
-    own = placed(table, rule, num_bytes(cache.tables[table.name], name), device_type)
+    own = table
+    if table.name in cache.tables:
+        own = placed(table, rule, num_bytes(cache.tables[table.name], name), device_type)
     place = {
         "file": "in a working file, of which the system keeps in memory what it has room for",
         "host": "in host memory",

@@ -95,6 +95,9 @@ def divided(
     Returns:
         the settings of the tables of fixed size; and bytes of each dynamic table that may need more than it gets.
 
+    Raises:
+        ConfigError: a dynamic table has a size, and `memory` says where its rows are.
+
     Example:
         >>> from viviane.config import SGD
         >>> fixed, dynamic = TableConfig(name="a", num_rows=10**6, dim=2), DynamicTableConfig(name="b", dim=2)
@@ -102,24 +105,33 @@ def divided(
         (CacheSettings(memory=26000, tables={}, folder=None, host_memory=None), {'b': 26000})
     """
     dynamic = {one.name: one for one in tables if isinstance(one, DynamicTableConfig) and one.memory == "device"}
+    for one in tables:
+        if isinstance(one, DynamicTableConfig) and one.name not in dynamic and one.name in settings.tables:
+            raise ConfigError(
+                "the table has a size of memory, and a place of its own", where=f"table {one.name!r}",
+                value=f"memory {settings.tables[one.name]!r}, dynamic memory {one.memory!r}",
+                fix="leave one of them out: a size places rows by itself",
+            )  # fmt: skip
     costs = {one.name: slot_bytes(one, optimizer) for one in tables}
-    sizes = {
-        name: num_bytes(settings.tables[name], f"embedding_memory of table {name!r}")
-        for name in dynamic
-        if name in settings.tables
-    }
+    taken = {one.name: own_bytes(one, optimizer, settings) for one in tables if one.name in settings.tables}
+    sizes = {name: size for name, size in taken.items() if name in dynamic}
     memory = None if settings.memory is None else num_bytes(settings.memory, "embedding_memory")
     if memory is not None and dynamic:
-        given = [name for name in settings.tables if name in costs and name not in dynamic]
-        left = memory - sum(sizes.values())
-        left -= sum(num_bytes(settings.tables[name], f"embedding_memory of table {name!r}") for name in given)
-        own = {one.name: most_rows(one) for one in tables if one.name not in settings.tables}
+        left = memory - sum(taken.values())
+        others = [one for one in tables if isinstance(one, TableConfig) or one.name in dynamic]
+        own = {one.name: most_rows(one) for one in others if one.name not in settings.tables}
         shares = _shared_out(own, costs, left)
-        sizes |= {name: rows * costs[name] for name, rows in shares.items() if name in dynamic}
+        sizes |= {name: max(1, rows * costs[name]) for name, rows in shares.items() if name in dynamic}
         memory -= sum(sizes.values())
     fixed = {name: size for name, size in settings.tables.items() if name not in dynamic}
     short = {name: size for name, size in sizes.items() if size < most_rows(dynamic[name]) * costs[name]}
     return replace(settings, memory=memory, tables=fixed), short
+
+
+def own_bytes(table: AnyTable, optimizer: AnyOptimizer, settings: CacheSettings) -> int:
+    """Return the bytes that a table with a size of its own takes: that size, or what all of its rows need."""
+    size = num_bytes(settings.tables[table.name], f"embedding_memory of table {table.name!r}")
+    return min(size, most_rows(table) * slot_bytes(table, optimizer))
 
 
 def placed(table: DynamicTableConfig, optimizer: AnyOptimizer, size: int, device_type: str) -> DynamicTableConfig:

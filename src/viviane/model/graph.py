@@ -220,10 +220,6 @@ def _table(node: SparseEmbedding, name: str, column: CategoricalColumn, schema: 
     if options is not None and options.out_of_range is not None:
         where = f"embedding {node.name!r}, table {name!r}"
         raise ConfigError("a dynamic table takes every id", where=where, value=policy, fix="leave out_of_range out")
-    if options is not None and options.memory is not None:
-        where = f"embedding {node.name!r}, table {name!r}"
-        fix = "leave it out, and set dynamic={'memory': 'file'}"
-        raise ConfigError("memory is of a table with num_ids", where=where, value=options.memory, fix=fix)
     coming = dynamic or DynamicOptions()
     rows = {key: getattr(coming, key) for key in DynamicOptions.model_fields if key in coming.model_fields_set}
     return DynamicTableConfig(

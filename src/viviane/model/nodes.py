@@ -57,7 +57,8 @@ class TableOptions(Settings):
     Args:
         dynamic: makes the table dynamic, see `SparseEmbedding`.
         memory: of rows and optimizer state in training, per process: bytes, or text such as "2 GiB"; rows that do not
-            fit lie in tiers, see `Solver.embedding_memory`, which goes first where it names the table.
+            fit lie in tiers, or elsewhere as those of dynamic tables, see `Solver.embedding_memory`, which goes first
+            where it names the table.
     """
 
     init: InitSettings | None = None
@@ -72,8 +73,6 @@ class TableOptions(Settings):
     def _check_memory(self) -> TableOptions:
         if self.memory is not None:
             num_bytes(self.memory, "memory of a table")
-            if self.dynamic is not None:
-                raise ValueError("memory is of a table with num_ids; use dynamic={'memory': 'file'}")
         return self
 
 

@@ -14,7 +14,7 @@ from viviane.core.errors import ConfigError, suggest
 from viviane.core.logging import get_logger
 from viviane.core.machine import free_memory
 from viviane.embedding import DynamicTableConfig, TableConfig
-from viviane.embedding.cache_sizes import CacheSettings, divided, slot_bytes, slots_of_tables, table_bytes
+from viviane.embedding.cache_sizes import CacheSettings, divided, own_bytes, slot_bytes, slots_of_tables, table_bytes
 from viviane.embedding.dynamic_config import AnyTable
 
 _log = get_logger("model")
@@ -45,7 +45,8 @@ def table_memory(
             it names one.
 
     Raises:
-        ConfigError: embedding_memory names a table that is not there.
+        ConfigError: embedding_memory names a table that is not there; or a dynamic table has a size, and a place of its
+            own.
     """
     own = {node: [one for one in every if isinstance(one, TableConfig)] for node, every in tables.items()}
     joined = [one.model_copy(update={"name": f"{node}.{one.name}"}) for node, every in tables.items() for one in every]
@@ -55,11 +56,12 @@ def table_memory(
             "embedding_host_memory is of rows beside a GPU", where="device cpu", value=solver.embedding_host_memory,
             fix="leave it out: embedding_memory is host memory on a CPU",
         )  # fmt: skip
+    fixed = dict(sizes_of_tables or {})
     if given is None:  # a dynamic table without max_capacity grows as long as there is memory
         joined = [
-            one for one in joined if isinstance(one, TableConfig) or (one.max_capacity and one.memory == "device")
-        ]
-    fixed = dict(sizes_of_tables or {})
+            one for one in joined
+            if isinstance(one, TableConfig) or one.name in fixed or (one.max_capacity and one.memory == "device")
+        ]  # fmt: skip
     others = [one for one in joined if one.name not in fixed]
     settings = _chosen(others, optimizer, device, num_processes) if given is None else _given(given, tables)
     if fixed:
@@ -90,9 +92,8 @@ def table_memory(
 
 def _fixed_bytes(tables: Sequence[AnyTable], optimizer: AnyOptimizer, fixed: Mapping[str, MemorySize]) -> int:
     """Return the bytes that tables with a size of their own take."""
-    own = [one for one in tables if isinstance(one, TableConfig) and one.name in fixed]
-    slots = slots_of_tables(own, optimizer, CacheSettings(tables=fixed))
-    return sum(slots[one.name] * slot_bytes(one, optimizer) for one in own)
+    settings = CacheSettings(tables=fixed)
+    return sum(own_bytes(one, optimizer, settings) for one in tables if one.name in fixed)
 
 
 def _is_in_file(table: object) -> bool:
