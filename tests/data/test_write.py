@@ -159,5 +159,5 @@ def test_numbers_beyond_float32_are_refused(tmp_path: Path, dim: int, values: An
 
 
 def test_a_null_inside_a_list_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="the data contain a null"):
-        write_dataset(tmp_path / "set", LISTS, [{"c": [1], "t": [[None]]}])
+    with pytest.raises(DataError, match=r"the data contain a null\n.*column 't', row 2"):
+        write_dataset(tmp_path / "set", LISTS, [{"c": [1, 1, 1], "t": [[3], [], [4, None]]}])

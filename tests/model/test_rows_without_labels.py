@@ -5,7 +5,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import viviane as vv
-from viviane.core.errors import DataError, KeyRangeError, SchemaError
+from viviane.core.errors import ConfigError, DataError, KeyRangeError, SchemaError
 from viviane.data import Dataset, write_dataset
 from viviane.schema import Schema
 from viviane.training import History
@@ -107,3 +107,16 @@ def test_a_history_shows_its_last_evaluation():
     rows = [{"split": "valid", "step": 5, "auc": 0.7123456}, {"split": "train", "step": 6, "loss": 0.5}]
     assert repr(History(rows)) == "History(rows=2, the last: split='valid', step=5, auc=0.71235)"
     assert repr(History()) == "History(no rows)"
+
+
+def test_rows_and_callbacks_that_cannot_be_are_named() -> None:
+    """A frame as it is, with a missing value, and a function in place of a callback."""
+    schema = vv.Schema(labels=[{"name": "y"}], dense=[{"name": "x"}], categorical=[{"name": "c", "num_ids": 5}])
+    model = vv.Model(vv.Solver(batch_size=2, device="cpu"), schema)
+    model.add(vv.zoo.DeepFM(dim=2, deep_mlp=[2]))
+    model.compile()
+    rows = {"y": [0.0, 1.0, 1.0], "x": [0.5, None, 1.0], "c": [3, 4, 3]}
+    with pytest.raises(DataError, match=r"(?s)contain a null.*the given dict, column 'x', row 1.*fill it"):
+        model.fit(rows)
+    with pytest.raises(ConfigError, match=r"(?s)not a callback.*'function'.*viviane.training.Callback"):
+        model.fit({**rows, "x": [0.5, 1.5, 1.0]}, callbacks=[lambda step: None])

@@ -172,9 +172,19 @@ def _conform(part: Any, wanted: pa.Schema, schema: Schema, number: int) -> pa.Ta
         )
     for field, array in zip(wanted, arrays, strict=True):
         if array.null_count or (is_list(array.type) and pc.list_flatten(array).null_count):
-            raise DataError("the data contain a null", where=f"{where}, column {field.name!r}")
+            raise DataError(
+                "the data contain a null", where=f"{where}, column {field.name!r}, row {_first_null(array)}",
+                fix="fill it, or clean the rows with the ETL, which has a value for what is missing",
+            )  # fmt: skip
     cast = [_array(array, field, where) for field, array in zip(wanted, arrays, strict=True)]
     return pa.table(cast, schema=wanted)
+
+
+def _first_null(array: Any) -> int:
+    """Return the first row that is missing, or whose list has a missing value."""
+    return next(
+        row for row, one in enumerate(array.to_pylist()) if one is None or (isinstance(one, list) and None in one)
+    )
 
 
 def _array(values: Any, field: Any, where: str) -> Any:

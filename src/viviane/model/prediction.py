@@ -226,13 +226,16 @@ def as_dataset(rows: Any, schema: Schema, etl: AnyPath | None) -> Iterator[Datas
             raise DataError("there are no rows", where=f"the given {type(rows).__name__}")
         tables = [table.select(schema.column_names)]
     with tempfile.TemporaryDirectory(prefix="viviane-rows-") as folder:
-        data = write_dataset(
-            Path(folder) / "rows", schema, (dict(zip(t.column_names, t.columns, strict=True)) for t in tables)
-        )
+        place, name = Path(folder) / "rows", f"the given {type(rows).__name__}"
+        try:
+            data = write_dataset(place, schema, (dict(zip(t.column_names, t.columns, strict=True)) for t in tables))
+        except VivianeError as error:
+            _name_given_rows(error, "part 0 of the source", name)
+            raise
         try:
             yield data
         except VivianeError as error:
-            _name_given_rows(error, str(data.path), f"the given {type(rows).__name__}")
+            _name_given_rows(error, str(data.path), name)
             raise
 
 

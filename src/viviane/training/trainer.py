@@ -92,6 +92,11 @@ class Trainer(TrainerBase):
             module, schema, solver, optimizer, metrics=metrics, run_folder=run_folder, loss=loss, terms=terms,
             tensorboard=tensorboard, progress=progress, log_every=log_every, config=config, files=files, group=group,
         )  # fmt: skip
+        given: Sequence[Any] = callbacks
+        for one in given:
+            if not isinstance(one, Callback):
+                allowed = "instances of subclasses of viviane.training.Callback"
+                raise ConfigError("not a callback", where="callbacks", value=type(one).__name__, allowed=allowed)
         self.callbacks = list(callbacks)
         self.callbacks[:0] = solver_callbacks(solver, self.all_metrics, self.lead_metric, schema)
         self.trackers, events_wanted = trackers_of(tracker)
