@@ -3,6 +3,7 @@
 import datetime
 import threading
 import time
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
@@ -13,7 +14,7 @@ from saved_models import COLUMNS
 
 import viviane as vv
 from viviane.batch import Batch
-from viviane.core.errors import CheckpointError, ConfigError, DataError, SchemaError
+from viviane.core.errors import CheckpointError, ConfigError, DataError, KeyRangeError, SchemaError
 from viviane.serving import InferenceSession, RowsError, SessionClosedError, SessionSettings
 
 BAD = [
@@ -146,6 +147,47 @@ def test_encoded_rows_are_checked(session) -> None:
         session.predict({**columns, "user": np.ones((4, 2), int)}, raw=False)
     with pytest.raises(SchemaError, match="other columns than the model"):
         session.predict(Batch.from_columns(vv.Schema(dense=[{"name": "x"}]), {"x": [1.0]}))
+
+
+@pytest.fixture(scope="module")
+def one_hot_session(tmp_path_factory):
+    """A session that runs a program, which reads a batch by its addresses."""
+    columns = [{"name": name, "num_ids": 9} for name in "cd"]
+    schema = vv.Schema(labels=[{"name": "y"}], dense=[{"name": "x"}, {"name": "z"}], categorical=columns)
+    model = vv.Model(vv.Solver(device="cpu"), schema)
+    model.add(vv.zoo.DeepFM(dim=2, deep_mlp=[4]))
+    model.compile()
+    session = InferenceSession(model.save(tmp_path_factory.mktemp("batches") / "model"), device="cpu")
+    assert session.execution == "program"
+    return session
+
+
+def test_a_batch_with_wide_ids_has_the_same_predictions(one_hot_session) -> None:
+    schema = one_hot_session.schema
+    batch = Batch.from_columns(schema, {"x": [1.0, 2.0], "z": [0.5, 0.25], "c": [3, 4], "d": [5, 6]})
+    assert batch.one_hot.dtype == torch.int32
+    wide = replace(batch, one_hot=batch.one_hot.long())
+    np.testing.assert_array_equal(one_hot_session.predict(wide), one_hot_session.predict(batch))
+    for far in (2**32, -(2**32)):
+        # Cut to 32 bits these ids are in range.
+        moved = batch.one_hot.long()
+        moved[1, 0] += far
+        with pytest.raises(KeyRangeError, match=r"does not fit(?s:.)*one_hot\[1, 0\](?s:.)*int32"):
+            one_hot_session.predict(replace(batch, one_hot=moved))
+    wide.one_hot[1, 1] = 9
+    with pytest.raises(KeyRangeError, match="out of range"):
+        one_hot_session.predict(wide)
+
+
+def test_a_batch_of_other_shapes_is_refused_and_not_read_past_its_end(one_hot_session) -> None:
+    batch = Batch.from_columns(one_hot_session.schema, {"x": [1.0, 2], "z": [0.5, 0.25], "c": [3, 4], "d": [5, 6]})
+    dense, ids = batch.dense, batch.one_hot
+    for changes in (
+        {"dense": dense[:, :1]}, {"dense": torch.cat([dense, dense], 1)}, {"dense": dense[:1]},
+        {"dense": dense.double()}, {"dense": dense.half()}, {"one_hot": ids[:, :1]}, {"one_hot": ids.float()},
+    ):  # fmt: skip
+        with pytest.raises(DataError, match=r"the batch has other shapes or types|ids have another type"):
+            one_hot_session.predict(replace(batch, **changes))
 
 
 def test_what_a_server_publishes(session, models) -> None:

@@ -1,4 +1,4 @@
-"""Batches without labels: cut, joined, and padded.
+"""Batches without labels: cut, joined, padded, and with ids of another type.
 
 Shapes: B rows, F one-hot features, N dense numbers.
 """
@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from viviane.batch import Bag, Batch, Layout
+from viviane.core.errors import DataError, KeyRangeError
 from viviane.schema import Schema
 
 
@@ -109,3 +110,27 @@ def spread(batch: Batch, places: NDArray[np.int64], size: int, schema: Schema) -
             weights[mine] = bag.weights
         bags[name] = Bag(values, offsets, weights)
     return Batch(whole.layout, whole.labels, whole.dense, whole.one_hot, bags, origin=batch.origin)
+
+
+def ids_as(ids: torch.Tensor, dtype: torch.dtype, where: str) -> torch.Tensor:
+    """Return ids in another type of whole numbers.
+
+    Raises:
+        DataError: they are no int32 or int64.
+        KeyRangeError: one does not fit.
+
+    Example:
+        >>> ids_as(torch.tensor([7]), torch.int32, "one_hot")
+        tensor([7], dtype=torch.int32)
+    """
+    if ids.dtype not in (torch.int32, torch.int64):
+        raise DataError("ids have another type", where=where, value=str(ids.dtype), allowed="int32 or int64")
+    found = ids.to(dtype)
+    wrong = found != ids
+    if bool(wrong.any()):
+        place = wrong.nonzero()[0].tolist()
+        raise KeyRangeError(
+            "an id does not fit its column's type", where=f"{where}[{', '.join(map(str, place))}]",
+            value=int(ids[tuple(place)]), allowed=str(dtype).removeprefix("torch."),
+        )  # fmt: skip
+    return found

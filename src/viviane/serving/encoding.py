@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import torch
 
 from viviane.batch import Batch, Layout
 from viviane.core.errors import ConfigError, DataError, SchemaError
@@ -15,7 +16,7 @@ from viviane.etl import FittedEtl
 from viviane.etl.columns import InputColumn
 from viviane.model.prediction import batch_of_table
 from viviane.schema import Schema
-from viviane.serving.batches import joined, padding_batch, spread
+from viviane.serving.batches import ids_as, joined, padding_batch, spread
 from viviane.serving.encoded_rows import ORIGIN, encoded_batch
 from viviane.serving.errors import RowProblem
 from viviane.serving.plain_rows import plain_rows
@@ -36,6 +37,9 @@ class RowEncoder:
         self._etl = None if etl is None else etl.for_prediction()
         self._plain = None if self._etl is None else plain_rows(self._etl, schema, ORIGIN)
         self._layout = self._seen_layout = Layout.of(schema)
+        empty = padding_batch(schema, 0)
+        self._id_type, self._widths = empty.one_hot.dtype, (empty.dense.shape[1], empty.one_hot.shape[1])
+        self._bag_types = {name: bag.values.dtype for name, bag in empty.bags.items()}
 
     @property
     def has_etl(self) -> bool:
@@ -78,13 +82,14 @@ class RowEncoder:
         Refused rows are padding in the batch, so that every row keeps its place.
 
         Raises:
-            SchemaError, DataError: a column is missing or of another type.
+            SchemaError, DataError: a column is missing or of another type or shape.
+            KeyRangeError: an id of a `Batch` does not fit its column's type.
             ConfigError: raw rows and no ETL, or rows of an unknown kind.
         """
         if isinstance(rows, Batch):
             if rows.layout is not self._seen_layout:
                 self._check_layout(rows.layout)
-            return rows, []
+            return self._as_the_schema_says(rows), []
         if not raw:
             batch, problems = encoded_batch(rows, self.schema, self._strict_ids)
             return batch, _first_of_each(problems)
@@ -99,6 +104,23 @@ class RowEncoder:
             what = "the batch has other columns than the model"
             raise SchemaError(what, value=str(layout), allowed=str(self._layout))
         self._seen_layout = layout  # the batches of a caller share theirs: comparing names would take microseconds
+
+    def _as_the_schema_says(self, batch: Batch) -> Batch:
+        """Return a caller's batch with ids of the schema's types; programs and graphs read them by their address."""
+        dense, one_hot = batch.dense, batch.one_hot
+        shapes = tuple((batch.size, width) for width in self._widths)
+        if (dense.shape, one_hot.shape) != shapes or dense.dtype != torch.float32:
+            given = f"dense {tuple(dense.shape)} {dense.dtype}, one_hot {tuple(one_hot.shape)}"
+            allowed = f"dense {shapes[0]} torch.float32, one_hot {shapes[1]}"
+            raise DataError("the batch has other shapes or types than the model", value=given, allowed=allowed)
+        if one_hot.dtype != self._id_type:
+            batch = replace(batch, one_hot=ids_as(one_hot, self._id_type, "one_hot"))
+        for name, dtype in self._bag_types.items():
+            bag = batch.bags[name]
+            if bag.values.dtype != dtype:
+                bag = replace(bag, values=ids_as(bag.values, dtype, f"bag {name!r}"))
+                batch = replace(batch, bags={**batch.bags, name: bag})
+        return batch
 
     def _encode_raw(self, table: pa.Table, problems: list[RowProblem]) -> tuple[Batch, list[RowProblem]]:
         typed, cells = self.etl.read(table)

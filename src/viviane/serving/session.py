@@ -250,7 +250,7 @@ class InferenceSession:
             batch, problems = self._encoded(rows, raw)
             if problems:
                 raise RowsError.of(problems)
-            scores = self._computed(batch, checked=batch is not rows)
+            scores = self._computed(batch, checked=not isinstance(rows, Batch))
             named = self._named(scores)
         except BaseException:
             self._recorder.add_failure()
@@ -271,7 +271,7 @@ class InferenceSession:
         self._enter()
         try:
             batch, problems = self._encoded(rows, raw)
-            scores = self._computed(batch, checked=batch is not rows)
+            scores = self._computed(batch, checked=not isinstance(rows, Batch))
             refused = [problem.row for problem in problems]
             if refused:
                 scores = scores.copy()
