@@ -5,7 +5,7 @@ import pytest
 import torch
 from saved_models import ZOO
 
-from viviane.batch import Batch
+from viviane.batch import Bag, Batch
 from viviane.core.errors import KeyRangeError
 from viviane.schema import Schema
 from viviane.serving import InferenceSession
@@ -56,6 +56,35 @@ def test_layout_and_refill() -> None:
         ]
     inputs.fill(batch, 2, 4)
     assert torch.equal(packed.one_hot[:2], batch.one_hot[2:4])
+
+
+@pytest.mark.parametrize(
+    ("change", "fits"),
+    [
+        ({}, True),
+        ({"m": ([3, 4, 5], [0, 3, 3])}, False),
+        ({"m": ([3, 4], [0, 2, 1])}, False),
+        ({"m": ([3, 4], [1, 2, 2])}, False),
+        ({"m": ([3, 4], [0, 1, 1])}, False),
+        ({"m": ([3, 4], [0, 1, 2], None)}, False),
+        ({"m": ([3, 4], [0, 1, 2], [1.0])}, False),
+        ({"s": ([5], [0, 1, 1], [1.0])}, False),
+        ({"h": ([3, 3, 3], [0, 2, 3])}, False),
+    ],
+)
+def test_bags_without_a_place_for_each_id_and_weight_are_not_packed(change, fits) -> None:
+    """Missing weights would be those of the batch before; id 0 would be added to fewer ids than the hotness."""
+    own = schema(max_length=2).to_dict()
+    fixed = {"name": "h", "num_ids": None, "kind": "multi_hot", "hotness": 2}
+    layout = InputLayout(Schema(**{**own, "categorical": [*own["categorical"], fixed]}))
+    bags = {"m": ([3, 4], [0, 1, 2], [0.5, 1.0]), "s": ([5], [0, 1, 1]), "h": ([3, 3, 3, 3], [0, 2, 4])}
+    if change.get("m") and len(change["m"]) == 2:
+        change = {"m": (*change["m"], [1.0] * len(change["m"][0]))}
+    made = {
+        name: Bag(torch.tensor(ids), torch.tensor(offsets), torch.tensor(weights[0]) if any(weights) else None)
+        for name, (ids, offsets, *weights) in (bags | change).items()
+    }
+    assert layout.has_places_for(made) is fits
 
 
 @pytest.mark.parametrize("name", ["dlrm", "din", "bst", "mmoe", "wide_deep"])

@@ -27,7 +27,7 @@ from torch import Tensor
 from viviane.batch import Batch
 from viviane.core.errors import KeyRangeError
 from viviane.model.module import GraphModule
-from viviane.ops.capture import join_branches, without_branches
+from viviane.ops.capture import forget_branches, join_branches, without_branches
 from viviane.ops.key_rows import trusted_keys
 from viviane.ops.packing_ahead import PackedWeights, constant_weights
 from viviane.serving.forward import Forward
@@ -156,6 +156,7 @@ class GraphSlot:
             results = torch.zeros(scores.shape, dtype=torch.float32, pin_memory=True)
             results_there = device_view(results, self._forward.device)
             self._forward.check()
+            forget_branches(self._forward.device)  # left by another capture
             with torch.cuda.graph(graph, pool=self._lane.pool, stream=stream, capture_error_mode="thread_local"):
                 if reads_host:
                     fill()
@@ -258,13 +259,18 @@ class GraphSlot:
     def forget_bad_key(self) -> None:
         """Let lookups look for the next one."""
         with suppress(KeyRangeError):
+            self._check()
+
+    def _check(self) -> None:
+        """Raise what lookups have found, and empty the records on the stream of replays, which waits for no other."""
+        with torch.cuda.stream(self._lane.stream):
             self._forward.check()
 
     def run_eagerly(self, batch: Batch) -> NDArray[np.float32]:
         """Run the forward pass operation by operation on the current stream."""
         with torch.no_grad(), constant_weights(self._packed):
             scores: NDArray[np.float32] = self._forward(batch.to(self._forward.device, non_blocking=True)).cpu().numpy()
-        self._forward.check()
+        self._check()
         return scores
 
 
@@ -293,16 +299,17 @@ class GraphInstance:
 
     Args:
         slots: the first has graphs of all sizes.
+        layout: of their inputs.
         ranges: of ids, checked by the host in small batches while the GPU computes, which reads zeros for others.
         part: most rows of a part.
     """
 
-    def __init__(self, slots: Sequence[GraphSlot], ranges: IdRanges, part: int) -> None:
-        self._slots, self._ranges, self._part = slots, ranges, part
+    def __init__(self, slots: Sequence[GraphSlot], layout: InputLayout, ranges: IdRanges, part: int) -> None:
+        self._slots, self._layout, self._ranges, self._part = slots, layout, ranges, part
 
     def run(self, batch: Batch, checked: bool) -> NDArray[np.float32]:
         """Return predictions, (B, L)."""
-        if batch.dense.is_cuda or (batch.bags and batch.size >= _LARGE_BAGS):
+        if batch.dense.is_cuda or (batch.bags and not self._packs_bags(batch, checked)):
             return self._slots[0].run_eagerly(batch)
         if batch.size <= self._part:
             checks = batch.size <= _CHECKED_BY_HOST and not checked
@@ -311,6 +318,9 @@ class GraphInstance:
                 self._name_bad_key(batch)
             return found
         return self._run_parts(batch)
+
+    def _packs_bags(self, batch: Batch, checked: bool) -> bool:
+        return batch.size < _LARGE_BAGS and (checked or self._layout.has_places_for(batch.bags))
 
     def _run_parts(self, batch: Batch) -> NDArray[np.float32]:
         waiting: deque[tuple[GraphSlot, Callable[[], NDArray[np.float32]]]] = deque()
@@ -368,7 +378,7 @@ def graph_instance(
         parts = () if most <= part else [size for size in ladder(part) if size >= _LEAST_PART or size == part]
         own_parts = parts if number == 0 else parts[-1:]
         slots.append(GraphSlot(forward, layout, lane, sizes, own_parts, packed, overlaps=overlaps))
-    return GraphInstance(slots, IdRanges(model.schema, model.strict_ids), part)
+    return GraphInstance(slots, layout, IdRanges(model.schema, model.strict_ids), part)
 
 
 def graphs_prevented(model: LoadedModel) -> str | None:

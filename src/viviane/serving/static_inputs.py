@@ -57,6 +57,7 @@ class InputLayout:
             Field("one_hot", len(schema.one_hot), torch.int64 if wide else torch.int32),
         ]
         self.places: dict[str, int] = {}
+        self._fixed = {column.name for column in schema.bags if column.hotness is not None}
         self.weighted = {column.name for column in schema.bags if column.weights is not None}
         for column in schema.bags:
             places = column.hotness or column.max_length
@@ -75,6 +76,28 @@ class InputLayout:
             if column.hotness is None and column.num_ids is None:
                 return f"column {column.name!r} holds raw ids, none of which is padding"
         return None
+
+    def has_places_for(self, bags: Mapping[str, Bag]) -> bool:
+        """Whether each row's ids and weights have their places; an eager pass says what is wrong, or pools others.
+
+        Example:
+            >>> column = {"name": "m", "num_ids": 9, "kind": "multi_hot", "max_length": 2}
+            >>> layout = InputLayout(Schema(categorical=[column]))
+            >>> [layout.has_places_for({"m": Bag.from_lists([row])}) for row in ([3, 4], [3, 4, 5])]
+            [True, False]
+        """
+        for name, places in self.places.items():
+            bag = bags[name]
+            offsets, num_ids = bag.offsets.numpy(), len(bag.values)
+            lengths = np.diff(offsets)
+            least = places if name in self._fixed else 0
+            if offsets[0] != 0 or offsets[-1] != num_ids or ((lengths < least) | (lengths > places)).any():
+                return False
+            if (bag.weights is not None) != (name in self.weighted):
+                return False
+            if bag.weights is not None and len(bag.weights) != num_ids:
+                return False
+        return True
 
     def num_bytes(self, size: int) -> int:
         """Return the bytes of a packed batch."""
