@@ -15,7 +15,9 @@ from viviane.config import SGD, AdaGrad, Adam, Ftrl, RMSProp
 from viviane.core.errors import ConfigError, VivianeError
 from viviane.embedding import DynamicTable, DynamicTableConfig, EmbeddingCollection, FeatureConfig, TableConfig
 from viviane.embedding.cache_sizes import CacheSettings, divided
+from viviane.embedding.dynamic_content import entry_names
 from viviane.embedding.dynamic_rows import page_offsets
+from viviane.embedding.dynamic_store import DynamicStore
 from viviane.ops.hash_table import MappedFile, reserve
 
 RULES = [
@@ -247,3 +249,17 @@ def test_a_file_has_no_name_even_while_it_is_made(tmp_path, monkeypatch):
     vector.allocate(0, 4096)
     vector.tensor[:3] = 1.0
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("admission", [None, {"type": "count", "count": 2}, {"type": "filter", "count": 2, "width": 8}])
+@pytest.mark.parametrize("eviction", ["lru", "lfu"])
+def test_loading_copies_no_row_of_the_table_before(tmp_path, monkeypatch, admission, eviction):
+    options = {"max_capacity": 13, "when_full": "evict", "eviction": eviction, "admission": admission}
+    for table in _pair(Adam(), tmp_path, **options):
+        _train([table], [1, 1, 2, 2, 3])
+        content, names = table.state_dict(), entry_names(table)
+        assert names == list(content)
+        with monkeypatch.context() as patched:
+            patched.setattr(DynamicStore, "copied", None)
+            table.load_state_dict(content)
+        assert all(torch.equal(part, content[name]) for name, part in table.state_dict().items())

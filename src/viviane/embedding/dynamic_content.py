@@ -97,11 +97,19 @@ def state_entries(table: DynamicStore, prefix: str) -> dict[str, Tensor]:
     return {prefix + name: part for name, part in parts.items()}
 
 
+def entry_names(table: DynamicStore) -> list[str]:
+    """Return the names of what `state_entries` has, without prefix: it copies all rows, this nothing."""
+    names = ["keys", "rows", "weight", *(f"state.{name}" for name in table.state), "stamps", "free"]
+    names += [] if table.index.uses is None else ["uses"]
+    names += [] if table.admission is None else [f"admission.{name}" for name in table.admission.tensors()]
+    return [*names, "counters"]
+
+
 def misfits(table: DynamicStore, given: Mapping[str, Tensor], *, weights_only: bool = False) -> list[str]:
     """Return the reasons, one line each, why saved tensors, without prefix, cannot replace the table's content."""
-    expected = state_entries(table, "")
+    expected = entry_names(table)
     if weights_only:
-        expected = {n: part for n, part in expected.items() if not n.startswith(("state.", "admission."))}
+        expected = [name for name in expected if not name.startswith(("state.", "admission."))]
     missing = [f"{name} is missing" for name in expected if name not in given]
     if missing:
         return missing
@@ -132,7 +140,7 @@ def load_entries(
 ) -> set[str]:
     """Replace the table's content, as `nn.Module.load_state_dict` asks; returns the accepted keys."""
     table.check_released("load")
-    expected = state_entries(table, prefix)
+    expected = [prefix + name for name in entry_names(table)]
     missing = [name for name in expected if name not in given]
     missing_keys.extend(missing)
     if not missing:
