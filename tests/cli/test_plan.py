@@ -121,6 +121,12 @@ def test_shows_where_dynamic_tables_are(tmp_path):
     assert [line.split(":")[0] for line in result.output.splitlines() if "in a working file" in line] == [
         "dynamic table emb.sized, up to 0.000 GB", "dynamic table emb.file, without max_capacity",
     ]  # fmt: skip
+    # The keys of all tables, and the rows of those in memory: what a device with less than that has no room for.
+    needed = 64 * (1000 + 1000 + 1024 + 1024) + 96 * (1000 + 1024)
+    for memory, code in ((needed / 0.85, 0), (needed / 1.05, 1)):
+        room = ["--memory-gb", str(memory / 1e9), *MACHINE[2:]]
+        result = CliRunner().invoke(app, ["plan", str(tmp_path / "run.json"), *room])
+        assert result.exit_code == code, result.output
 
 
 def test_either_gpus_or_processes(config):

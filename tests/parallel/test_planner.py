@@ -63,6 +63,20 @@ def test_dynamic_tables_that_do_not_fit_are_refused_with_tiers_too():
     features = [FeatureConfig(name=table.name, table=table.name) for table in tables]
     with pytest.raises(ConfigError, match="do not fit"):
         Planner(tables, features, SGD(), 1024, 2, machine, tiers=True).best()
+    elsewhere = [table.model_copy(update={"memory": "file"}) for table in tables]
+    found = Planner(elsewhere, features, SGD(), 1024, 2, machine, tiers=True).best()
+    assert found.fits
+    assert [found.total(rank).held for rank in range(2)] == [64e6, 64e6]  # the keys alone
+
+
+def test_rows_of_a_dynamic_table_count_where_the_device_holds_them():
+    row, keys = 4 * 8 * 3, 64 * 1000
+    places = {"device": row * 1000, "split": row * 10, "host": 0, "file": 0}
+    for memory, expected in places.items():
+        rows = 10 if memory == "split" else None
+        table = DynamicTableConfig(name="t", dim=8, initial_capacity=1000, memory=memory, device_rows=rows)
+        [load] = table_loads({"t": table}, [FeatureConfig(name="t", table="t")], Adam(), 1024, {}, {})
+        assert load.bytes == expected + keys, memory
 
 
 def test_tiers_change_no_plan_of_tables_that_fit():

@@ -71,7 +71,7 @@ def command(
         show_tiers(placed, settings.solver.embedding_folder)
     show_dynamic(dynamic)
     in_memory = sum(one.slots * one.slot_bytes for one in placed)
-    outside = _in_tiers(placed) - in_memory + sum(one.most_bytes or 0 for one in dynamic)
+    outside = _in_tiers(placed) - in_memory + sum(one.first_bytes for one in dynamic)
     machine = replace(machine, memory_bytes=machine.memory_bytes + outside)
     planned = _planner(settings, graph, data, count, machine).best()
     _show(planned)

@@ -58,11 +58,13 @@ class PlacedDynamic:
         name: "<collection>.<table>".
         most_bytes: of all rows of max_capacity, with their optimizer state; None: it has no max_capacity.
         place: where its rows are.
+        first_bytes: of the rows that it begins with, where the planner counts them as on the device.
     """
 
     name: str
     most_bytes: int | None
     place: str
+    first_bytes: int
 
 
 def placed_tables(
@@ -101,7 +103,7 @@ def _placed_dynamic(
     name: str, table: DynamicTableConfig, rule: AnyOptimizer, cache: CacheSettings, device_type: str
 ) -> PlacedDynamic:
     from viviane.config.memory_sizes import num_bytes
-    from viviane.embedding.cache_sizes import placed, table_bytes
+    from viviane.embedding.cache_sizes import placed, row_layout, rule_of_table, table_bytes
 
     own = table
     if table.name in cache.tables:
@@ -111,7 +113,9 @@ def _placed_dynamic(
         "host": "in host memory",
         "split": f"the first {own.device_rows or 0:,} on the GPU, the others in host memory",
     }[own.memory]
-    return PlacedDynamic(name, None if table.max_capacity is None else table_bytes(table, rule), place)
+    most = None if table.max_capacity is None else table_bytes(table, rule)
+    first = table.initial_capacity * row_layout(table, rule_of_table(table, rule)).row_bytes
+    return PlacedDynamic(name, most, place, first if table.memory == "device" else 0)
 
 
 def show_dynamic(placed: list[PlacedDynamic]) -> None:

@@ -85,9 +85,12 @@ class TableLoad:
 
     @property
     def bytes(self) -> int:
-        """Bytes of the whole table."""
-        index = _DYNAMIC_INDEX_BYTES if isinstance(self.table, DynamicTableConfig) else 0
-        return self.num_rows * (self.row_bytes + self.state_bytes + index)
+        """Bytes of the whole table on the devices: of a dynamic one whose rows lie elsewhere, those of its keys."""
+        row_bytes = self.row_bytes + self.state_bytes
+        if not isinstance(self.table, DynamicTableConfig):
+            return self.num_rows * row_bytes
+        rows = {"device": self.num_rows, "split": min(self.num_rows, self.table.device_rows or 0)}
+        return rows.get(self.table.memory, 0) * row_bytes + self.num_rows * _DYNAMIC_INDEX_BYTES
 
 
 @dataclass(frozen=True)
