@@ -7,6 +7,8 @@ import pytest
 import viviane as vv
 from viviane.core.errors import ConfigError, DataError, KeyRangeError, SchemaError
 from viviane.data import Dataset, write_dataset
+from viviane.data.write import ROWS_PER_FILE
+from viviane.model.prediction import as_dataset
 from viviane.schema import Schema
 from viviane.training import History
 
@@ -101,6 +103,20 @@ def test_an_error_names_rows_in_memory_and_no_temporary_file(column, value, mess
         model.fit(rows, epochs=1, verbose=0)
     assert caught.value.where == f"the given dict, column '{column}', row 33"
     assert "part-" not in str(caught.value)
+
+
+def test_columns_named_like_a_place_keep_their_names_in_errors():
+    name = "part 0 of the source, row 3"
+    schema = Schema(labels=[{"name": "y"}], dense=[{"name": name}], categorical=[{"name": "c", "num_ids": 9}])
+    rows = {"y": [0.0, 1.0], name: [0.5, 0.5], "c": [3, 4]}
+    with pytest.raises(DataError) as caught, as_dataset(rows, schema, None) as data:
+        raise DataError("x", where=f"{data.path}/part-00002.parquet, row group 0, column {name!r}, row 7")
+    assert caught.value.where == f"the given dict, column {name!r}, row {2 * ROWS_PER_FILE + 7}"
+    assert str(caught.value) == f"x\n  where:   {caught.value.where}"
+    rows[name][1] = None
+    with pytest.raises(DataError) as caught, as_dataset(rows, schema, None):
+        pass
+    assert caught.value.where == f"the given dict, column {name!r}, row 1"
 
 
 def test_a_history_shows_its_last_evaluation():

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Collection
 from typing import Final
 
-from viviane.core.errors import suggest
+from viviane.core.errors import nearest, suggest
 
 # lower-case name in other libraries without "_" -> names here; the first one that the settings have is suggested
 _ELSEWHERE: Final[dict[str, tuple[str, ...]]] = {
@@ -43,8 +42,6 @@ _ELSEWHERE: Final[dict[str, tuple[str, ...]]] = {
     **dict.fromkeys(("minfreq", "mincount", "freqthreshold", "minfrequency"), ("min_count",)),
 }
 
-_NEAR: Final = 0.6
-
 
 def suggest_setting(name: str, known: Collection[str]) -> str:
     """Return a suggestion: the setting with the nearest spelling, or the equivalent of another library's name.
@@ -69,5 +66,4 @@ def setting_meant(name: str, known: Collection[str]) -> str | None:
     for alias in _ELSEWHERE.get(name.lower().replace("_", "").replace("-", ""), ()):
         if alias in known:
             return alias
-    near = difflib.get_close_matches(name, sorted(known), n=1, cutoff=_NEAR)
-    return near[0] if near else None
+    return nearest(name, known)

@@ -59,6 +59,20 @@ class VivianeError(Exception):
             lines.append(f"  do:      {_clipped(fix, _MOST_ADVICE)}")
         super().__init__("\n".join(lines))
 
+    def move_to(self, where: str) -> None:
+        """Name another place than the one that it was raised with, such as rows in memory for their temporary file.
+
+        Example:
+            >>> error = VivianeError("a null", where="/tmp/part-0, row 3")
+            >>> error.move_to("the given dict, row 3")
+            >>> print(error)
+            a null
+              where:   the given dict, row 3
+        """
+        old, new = (f"\n  where:   {_clipped(text, _MOST_WHERE)}" for text in (str(self.where), where))
+        self.args = (str(self).replace(old, new, 1),)
+        self.where = where
+
     def __reduce__(self) -> tuple[Any, ...]:
         # Exceptions are sent between processes by pickling their args; here that is the formatted text.
         return _rebuild, (type(self), str(self), self.__dict__)
@@ -159,9 +173,21 @@ def suggest(name: str, known: Iterable[str]) -> str:
         "did you mean 'batch_size'?"
     """
     names = sorted(known)
+    meant = nearest(name, names)
+    return "choose one of: " + ", ".join(names) if meant is None else f"did you mean {meant!r}?"
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """Return the known name that is almost spelt so; None if there is none.
+
+    Example:
+        >>> nearest("batch_sise", ["batch_size", "lr"]), nearest("rows", ["batch_size", "lr"])
+        ('batch_size', None)
+    """
+    names = sorted(known)
     same = [one for one in names if one.casefold() == name.casefold()]  # far apart for difflib: Relu, ReLU
-    near = same or difflib.get_close_matches(name, names, n=1, cutoff=0.6)
-    return f"did you mean {near[0]!r}?" if near else "choose one of: " + ", ".join(names)
+    near = same or difflib.get_close_matches(name, names, n=1)
+    return near[0] if near else None
 
 
 def expect(what: str, value: Any, *kinds: type) -> None:

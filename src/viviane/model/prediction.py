@@ -29,6 +29,8 @@ from viviane.training.evaluation import evaluating, predict
 from viviane.training.step.precision import Precision
 
 ROWS_PER_BATCH: Final = 8192
+_ROW_OF_FILE: Final = re.compile(r"/part-(\d+)\.parquet(?:, row group \d+)?(.*?)(?:, row (\d+))?", re.DOTALL)
+"""A place in what `write_dataset` wrote: file, column, row of the file; a column's name may read like a row."""
 
 
 def predict_rows(trainer: Trainer, batches: Iterable[Batch]) -> Iterator[NDArray[np.float32]]:
@@ -239,20 +241,23 @@ def as_dataset(rows: Any, schema: Schema, etl: AnyPath | None) -> Iterator[Datas
             raise
 
 
-def _name_given_rows(error: VivianeError, folder: str, given: str) -> None:
-    """Let an error name rows in memory by their place there, and not by that in a temporary file."""
+def _name_given_rows(error: VivianeError, place: str, given: str) -> None:
+    """Let an error name rows in memory by their place there.
 
-    def renamed(text: str) -> str:
-        found = re.search(re.escape(folder) + r"/part-(\d+)\.parquet(?:, row group \d+)?", text)
-        if found is None:
-            return text.replace(folder, given)
-        first = int(found[1]) * ROWS_PER_FILE
-        place = re.sub(r"(?<=, row )\d+", lambda row: str(int(row[0]) + first), text[found.end() :], count=1)
-        return text[: found.start()] + given + place
-
-    if folder in str(error):
-        error.args = (renamed(str(error)),)
-        error.where = None if error.where is None else renamed(str(error.where))
+    Args:
+        place: how its `where` begins: the folder that holds them, or what was written there.
+    """
+    if error.where is None:
+        return
+    if not error.where.startswith(place):  # a batch of the folder: its name is random, so that no column has it
+        error.move_to(error.where.replace(place, given))
+        return
+    rest = error.where.removeprefix(place)
+    found = _ROW_OF_FILE.fullmatch(rest)
+    if found is not None:
+        file, column, row = found.groups()
+        rest = column if row is None else f"{column}, row {int(file) * ROWS_PER_FILE + int(row)}"
+    error.move_to(given + rest)
 
 
 def batch_of_table(table: pa.Table, schema: Schema, origin: str) -> Batch:
