@@ -4,9 +4,9 @@ It is an ordinary `torch.optim.Optimizer` around a rule of `viviane.ops.rules`, 
 tables follow the same arithmetic. Two formulas differ from torch.optim: epsilon is added to the plain root, and Adam's
 bias correction is part of the learning rate (see `viviane.config.optimizers`).
 
-A `Mover` may take the arithmetic over: training uses `DenseMover`, which moves all tensors in one kernel, with numbers
-that are read from the device, so that a CUDA graph can replay it. Its results differ from those here by rounding
-alone. `DenseGradients` defines where the gradient of a dense weight is.
+In training a `DenseMover` takes the arithmetic over: it moves all tensors in one kernel, by numbers that are read from
+the device, so that a CUDA graph can replay it. Its results differ from those here by rounding alone. `DenseGradients`
+defines where the gradient of a dense weight is.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
-from typing import Any, Protocol, overload
+from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
@@ -25,25 +25,6 @@ from viviane.core.errors import ConfigError, NumericsError
 from viviane.ops.capture import is_capturing
 from viviane.ops.dense_update import Workspace, move_tensors
 from viviane.ops.rules import DenseNumbers, DenseRule, rule_of
-
-
-class Mover(Protocol):
-    """Moves the parameters of a group in the optimizer's place."""
-
-    def __call__(
-        self,
-        optimizer: DenseOptimizer,
-        place: int,
-        params: list[Tensor],
-        gradients: list[Tensor],
-        states: list[list[Tensor]],
-        scale: float | Tensor,
-    ) -> None:
-        """Move the tensors of the group at `place` by `optimizer.numbers(group)`, with gradients times `scale`.
-
-        Gradients may have 16 bits where their parameters have 32.
-        """
-        ...
 
 
 class DenseOptimizer(torch.optim.Optimizer):
@@ -64,7 +45,7 @@ class DenseOptimizer(torch.optim.Optimizer):
         beside: gradients of another type than their parameter's, which `grad` cannot hold, in its place.
     """
 
-    mover: Mover | None = None
+    mover: DenseMover | None = None
     beside: Mapping[Tensor, Tensor] = MappingProxyType({})
 
     def __init__(self, params: Iterable[Any], lr: float, own_lr: bool, rule: DenseRule, **defaults: Any) -> None:
@@ -308,7 +289,10 @@ class DenseMover:
         states: list[list[Tensor]],
         scale: float | Tensor,
     ) -> None:
-        """Update the tensors."""
+        """Move the tensors of the group at `place` by `optimizer.numbers(group)`, with gradients times `scale`.
+
+        Gradients may have 16 bits where their parameters have 32.
+        """
         device, group = params[0].device, optimizer.param_groups[place]
         gate, factor = None, scale if isinstance(scale, Tensor) else None
         if not isinstance(scale, Tensor) and scale != 1.0:

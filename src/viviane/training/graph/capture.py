@@ -16,7 +16,6 @@ from viviane.core.logging import get_logger
 from viviane.embedding.base import LocalCollection
 from viviane.ops.capture import URGENT, forget_branches
 from viviane.ops.dense_update import Workspace
-from viviane.optim.dense import DenseMover
 from viviane.parallel import ShardedCollection
 from viviane.training.graph.captured_step import StepStatus, run_captured_step
 from viviane.training.graph.controls import Controls
@@ -102,7 +101,7 @@ class GraphCapture:
         workspace, kept = Workspace(), []
         if own.mean is not None:
             own.mean.hold(self.step_status.controls.means)
-        if optimizer is not None and isinstance(mover, DenseMover):
+        if optimizer is not None and mover is not None:
             mover.device_numbers, mover.gate = self.step_status.controls.group, self.step_status.gate
             kept = [*mover.reserve(optimizer), workspace.reserve(list(own.parameters.values()))]
         if own.sync is not None:  # NCCL opens its connections for sums now, not during the capture
@@ -113,7 +112,7 @@ class GraphCapture:
             self._restore_device_state()
             return None, failure
         workspace.write()
-        if isinstance(mover, DenseMover):
+        if mover is not None:
             made.kept += mover.write()
         return made, None
 
