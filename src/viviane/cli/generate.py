@@ -92,5 +92,5 @@ def whole(text: str, option: str) -> int:
         if number >= 0 and number.is_integer() and number < 2**53:
             return int(number)
     except ValueError:
-        pass
+        pass  # no number at all is refused as one that is not whole
     raise ConfigError("not a whole number", where=f"--{option}", value=text, allowed="1000000, 1_000_000, 1e6")

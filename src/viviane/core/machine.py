@@ -92,7 +92,7 @@ def free_memory() -> int | None:
             soft = resource.getrlimit(limit)[0]
             found.append(None if soft == resource.RLIM_INFINITY else max(0, soft - used))
     for folder, most, used_file in _CONTROL_GROUPS:
-        with suppress(OSError, ValueError):
+        with suppress(OSError, ValueError):  # the process is in no such group
             text = (folder / most).read_text().strip()
             if text != "max":
                 found.append(max(0, int(text) - int((folder / used_file).read_text())))

@@ -6,8 +6,8 @@ Shapes: B rows of the batch, S places (columns of D in the output) of a part, N 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -16,35 +16,29 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from viviane.core.errors import ConfigError
+from viviane.embedding.bags import BagPlan, PooledPlan
+from viviane.embedding.batch_keys import Keys
 from viviane.embedding.buffers import Buffers, Memory
 from viviane.embedding.cached_storage import CachedStorage
+from viviane.embedding.config import FeatureConfig, TableConfig
+from viviane.embedding.dynamic_config import AnyTable
+from viviane.embedding.dynamic_storage import DynamicStorage
 from viviane.embedding.int8_tables import gather_int8
+from viviane.embedding.keys import BagRowMap, RowMap, Violations, check_key_type
+from viviane.embedding.output import OutputColumns
 from viviane.embedding.prepared import sources_type
 from viviane.embedding.storage import Storage
-from viviane.embedding.table_storage import RowGradients, StorageLookup
+from viviane.embedding.table_storage import RowGradients, StorageLookup, TableStorage
 from viviane.ops.capture import is_capturing, refuse_capture
 from viviane.ops.dispatch import kernels_serve
 from viviane.ops.embedding_bag import entry_bags, entry_sources, gather_rows, pool_rows
 from viviane.ops.int8_rows import is_int8
+from viviane.ops.key_rows import MOST_BAGS
 from viviane.ops.row_update import Entries
 from viviane.store.slots import CacheFullError
 
 if TYPE_CHECKING:
     from torch.autograd.function import FunctionCtx
-
-
-from collections.abc import Mapping
-from dataclasses import dataclass
-
-from viviane.embedding.bags import BagPlan, PooledPlan
-from viviane.embedding.batch_keys import Keys
-from viviane.embedding.config import FeatureConfig, TableConfig
-from viviane.embedding.dynamic_config import AnyTable
-from viviane.embedding.dynamic_storage import DynamicStorage
-from viviane.embedding.keys import BagRowMap, RowMap, Violations, check_key_type
-from viviane.embedding.output import OutputColumns
-from viviane.embedding.table_storage import TableStorage
-from viviane.ops.key_rows import MOST_BAGS
 
 
 def admitted(parts: Sequence[StorageLookup], training: bool, ahead: bool) -> list[StorageLookup]:
@@ -147,7 +141,7 @@ def flat_rows(gradient: Tensor) -> tuple[Tensor, int]:
     """Return a gradient (B, W) as one flat tensor, and how far apart its rows begin there.
 
     Columns of a wider gradient, such as concatenation gives back, are not copied: the columns between their rows
-    belongs to others, and entries do not point there.
+    belong to others, and entries do not point there.
 
     Example:
         >>> wide = torch.arange(8.0).view(2, 4)

@@ -102,7 +102,7 @@ class GpuEngine(DuckDbEngine):
                 kind = self._stream(sql, tally, seed)
                 total = tally.total()
             except SharedHashError:
-                continue
+                continue  # two texts of the column have one hash with this seed; another tells them apart
             if total is not None:
                 return total, kind
             return count_keys(torch.empty(0, dtype=torch.int64, device=self.device)), kind

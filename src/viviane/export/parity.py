@@ -272,7 +272,7 @@ def compare(
             with silent():
                 run(tensors)
         except Exception:
-            continue
+            continue  # refused, as it has to be; each runtime raises an error of its own
         raise ExportError(
             "the exported model accepts a key that its table refuses, so it is not written",
             where=f"form {form!r}, column {limit.column!r}, table {limit.table!r}",

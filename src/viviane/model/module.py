@@ -368,11 +368,7 @@ class GraphModule(nn.Module):
                 finish, wide_rows[tops[-1]] = source.begin(batch, rows_suffice)
                 begun.append((tops, finish))
             else:
-                result = source(batch)
-                if len(tops) == 1:
-                    values[tops[0]] = result
-                else:
-                    _keep_results(values, tops, result)
+                _keep_results(values, tops, source(batch))
         early, late = steps
         _compute(values, early)
         for layer, bottoms, _ in late:

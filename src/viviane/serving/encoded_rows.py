@@ -205,7 +205,7 @@ def _lists(values: Any, name: str, size: int) -> tuple[tuple[NDArray[np.int64], 
             offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
             return (offsets, np.array(whole.flatten().to_numpy(zero_copy_only=False), np.int64)), []
     except _REFUSED:
-        pass
+        pass  # some row is no list of ids: one by one they are named
     return _one_by_one(plain if isinstance(plain, list | tuple | np.ndarray) else plain.to_pylist(), name)
 
 

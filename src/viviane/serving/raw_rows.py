@@ -63,7 +63,7 @@ def _array(values: Any, column: InputColumn, missing: tuple[str, ...]) -> tuple[
         try:
             return _plain(pa.array(values, from_pandas=True), column), []
         except _REFUSED:
-            pass
+            pass  # a type that Arrow has not: its values are read one by one
     return _of_objects(values, column, missing)
 
 
@@ -108,7 +108,7 @@ def _of_objects(values: Any, column: InputColumn, missing: tuple[str, ...]) -> t
     try:
         array = pa.array(values, from_pandas=True)
     except _REFUSED:
-        pass
+        pass  # values of several kinds, or of none: below, those that do not fit are named
     else:
         if fits(array.type, column):
             return array, []

@@ -57,7 +57,7 @@ def number(what: str, value: Any, kind: type[int] | type[float]) -> Any:
         if isinstance(value, str | int | float | np.integer | np.floating):
             return kind(value)
     except (ValueError, OverflowError):
-        pass
+        pass  # text that is no number, or NaN and infinity as a whole number: refused like another type
     allowed = "a whole number" if kind is int else "a number"
     raise ConfigError(f"{what} has the wrong type", value=f"{type(value).__name__} {value!r}"[:200], allowed=allowed)
 

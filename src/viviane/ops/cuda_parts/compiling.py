@@ -118,7 +118,7 @@ def nvrtc() -> ctypes.CDLL | None:
         try:
             return ctypes.CDLL(candidate)
         except OSError:
-            continue
+            continue  # not there, or of another version of CUDA: the next may load
     return None
 
 

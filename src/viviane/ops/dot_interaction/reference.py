@@ -1,4 +1,4 @@
-"""The dot interaction in plain torch: the truth, and what serves on CPUs."""
+"""The dot interaction in plain torch: the definition, and what serves where no kernel does."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ class TritonServer:
             code = self._process.wait(self.settings.stop_timeout_s + 10)
         except subprocess.TimeoutExpired:
             _log.warning("Triton did not end in time and is killed")
-            with contextlib.suppress(ProcessLookupError):
+            with contextlib.suppress(ProcessLookupError):  # it has ended just now
                 os.killpg(self._process.pid, signal.SIGKILL)
             code = self._process.wait()
         with contextlib.suppress(ProcessLookupError):  # processes of the Python backend that outlived a crash
@@ -211,7 +211,7 @@ class TritonServer:
         if self._log_file is not None:
             self._log_file.close()
         shutil.rmtree(self._folder, ignore_errors=True)
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # the system has no such folder, or the region is another user's
             for region in _SHARED_MEMORY.glob(f"{self._prefix}*"):
                 region.unlink(missing_ok=True)
 
