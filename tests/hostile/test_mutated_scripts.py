@@ -143,6 +143,13 @@ def test_mutated_scripts_end_with_success_or_an_error_of_ours(tmp_path: Path) ->
             r"data_reader_sparse_param_array[\s\S]*what DataReaderSparseParam returns",
         ),
         ("hugectr.DataReaderParams('x', 'y')", r"DataReaderType_t\.Norm"),
+        ("hugectr.Input(1, (), 0, 'd', [])", r"Input, label_name[\s\S]*value: +'?\[\]"),
+        ("hugectr.Input(1, ['y'], 0, 'd', [])", r"name of a label is a text[\s\S]*Input, label_name"),
+        ("hugectr.Input(1, 'y', 0, ['d'], [])", r"Input, dense_name[\s\S]*a text"),
+        (
+            "hugectr.SparseEmbedding(hugectr.Embedding_t.LocalizedSlotSparseEmbeddingHash, 1e300, 2, 'sum', 'a', 'b')",
+            "workspace_size_per_gpu_in_mb is out of range",
+        ),
         ("hugectr.SparseEmbedding(3, 1, 2, 'sum', 'a', 'b')", r"embedding_type[\s\S]*Embedding_t\."),
         ("hugectr.inference.InferenceModel('x', [])", "what InferenceParams returns"),
         ("hugectr.inference.CreateParameterServer(['a'], [], True)", "one name"),

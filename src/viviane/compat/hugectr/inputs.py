@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 from viviane.compat.hugectr.arguments import REQUIRED, Arguments, Signature
 from viviane.compat.hugectr.enums import (
@@ -15,6 +15,9 @@ from viviane.compat.hugectr.enums import (
 )
 from viviane.compat.hugectr.names import graph_name, graph_names
 from viviane.core.errors import ConfigError
+
+_MOST_MB: Final = 1 << 40
+"""Of a table; its rows are counted in 63 bits, and their bytes, too."""
 
 
 class AsyncParam(Arguments):
@@ -141,6 +144,9 @@ class Input(Arguments):
         if one == many or (many and len(self.label_dims) != len(self.label_names)):
             raise ConfigError("set label_dim and label_name, or label_dims and label_names of equal length",
                               where="Input", value=self.label_name or self.label_names)  # fmt: skip
+        for label in [self.label_name] if one else self.label_names:
+            if not isinstance(label, str) or not label:
+                raise ConfigError("the name of a label is a text", where="Input, label_name", value=repr(label)[:100])
         for group, name in zip(self.sparse, self.sparse_names, strict=False):
             group.top_name = graph_name(name)
         for name in ("label_name", "label_names", "dense_name"):
@@ -184,6 +190,10 @@ class SparseEmbedding(Arguments):
         self.sparse_embedding_name, self.bottom_name = graph_names(
             [vars(self)["sparse_embedding_name"], vars(self)["bottom_name"]]
         )
+        if not 0 <= self.workspace_size_per_gpu_in_mb <= _MOST_MB:
+            raise ConfigError("workspace_size_per_gpu_in_mb is out of range",
+                              where=f"SparseEmbedding {self.sparse_embedding_name!r}",
+                              value=self.workspace_size_per_gpu_in_mb, allowed=f"0 to {_MOST_MB}")  # fmt: skip
         combiner: Any = vars(self)["combiner"]
         self.combiner: Any = {0: "sum", 1: "mean"}.get(combiner) if isinstance(combiner, int) else combiner
         if self.combiner not in ("sum", "mean"):
