@@ -86,7 +86,7 @@ class Batcher:
         self._turn = threading.Condition()
         self._waiting: deque[Work] = deque()
         self._waiting_rows = 0
-        self._threads = self._idle = 0
+        self._threads = self._idle = self._gathering = 0
 
     @property
     def queued(self) -> int:
@@ -113,11 +113,15 @@ class Batcher:
                 raise overloaded(len(self._waiting), self._waiting_rows)
             self._waiting.append(work)
             self._waiting_rows += work.num_rows
-            if self._idle:
-                self._turn.notify()
-            elif self._threads < self.session.instances:
-                self._threads += 1
-                threading.Thread(target=self._work, name="viviane-serving", daemon=True).start()
+            self._find_thread()
+
+    def _find_thread(self) -> None:
+        """Let a thread look for waiting requests, if one waits for some or may be started; under the lock."""
+        if self._idle or self._gathering:
+            self._turn.notify()
+        elif self._threads < self.session.instances:
+            self._threads += 1
+            threading.Thread(target=self._work, name="viviane-serving", daemon=True).start()
 
     def _work(self) -> None:
         while True:
@@ -155,10 +159,13 @@ class Batcher:
                     rows += following.num_rows
                     continue
                 left = until - perf_counter()
-                if left <= 0 or not self._turn.wait_for(lambda: bool(self._waiting), left):
+                if left <= 0:
                     break
-            if self._waiting and self._idle:  # another thread may take what is left
-                self._turn.notify()
+                self._gathering += 1
+                self._turn.wait_for(lambda: bool(self._waiting), left)
+                self._gathering -= 1
+            if self._waiting:  # several may have come before this thread, which was idle, could take the first
+                self._find_thread()
             self.backlog.computing += len(batch)
             return batch
 
