@@ -10,7 +10,14 @@ import numpy as np
 import pytest
 
 from viviane.core.errors import CheckpointError, ConfigError
-from viviane.serving import InferenceSession, ModelNotFoundError, ModelRepository, RepositorySettings, SessionSettings
+from viviane.serving import (
+    InferenceSession,
+    ModelNotFoundError,
+    ModelRepository,
+    RepositorySettings,
+    SessionClosedError,
+    SessionSettings,
+)
 
 CPU = SessionSettings(device="cpu")
 
@@ -162,3 +169,15 @@ def test_no_request_fails_or_mixes_versions_while_versions_change(versions, raw)
     assert counts[2] == 0
     repository.close()
     assert repository.index() == []
+
+
+def test_a_session_that_was_loaded_anew_and_unloaded_is_freed_when_its_last_request_ends(models) -> None:
+    with ModelRepository() as repository:
+        repository.load("ctr", models.path("deepfm"), settings=CPU)
+        with repository.lease("ctr") as first:
+            repository.load("ctr", version=1)
+            assert repository.unload("ctr")
+            assert [one.state for one in repository.index()] == ["unloading"]
+        assert repository.index() == []
+        with pytest.raises(SessionClosedError):
+            first.predict([])

@@ -222,7 +222,10 @@ class ModelRepository:
             if (name, version, old) not in self._retired:
                 return
             self._retired.remove((name, version, old))
-            if version not in self._loaded.get(name, {}) and self._status[name, version].state == "unloading":
+            # A version that was loaded twice may have two sessions that end: the last one takes the status along.
+            others = any(one[:2] == (name, version) for one in self._retired)
+            status = self._status.get((name, version))
+            if status is not None and status.state == "unloading" and not others:
                 del self._status[name, version]
         old.session.close()
 
