@@ -136,6 +136,8 @@ def test_mutated_scripts_end_with_success_or_an_error_of_ours(tmp_path: Path) ->
         ("hugectr.Model(hugectr.CreateSolver(), xx=3)", "do not fit the call"),
         ("hugectr.Model(hugectr.CreateSolver()).summary(3)", "do not fit the call"),
         ("hugectr.Model(hugectr.CreateSolver()).eval()", "not compiled"),
+        ("hugectr.Model(hugectr.CreateSolver()).export_predictions('a', 'b')", "not compiled"),
+        ("hugectr.DataReaderSparseParam('d', 1, True, 10**300).nnz", "slot_num is out of range"),
         ("hugectr.Model(hugectr.CreateSolver()).train()", "not compiled"),
         ("hugectr.DenseLayer(hugectr.Layer_t.ReLU, ['a'], [])", "at least one tensor"),
         (

@@ -16,6 +16,7 @@ from viviane.compat.hugectr.enums import (
 from viviane.compat.hugectr.names import graph_name, graph_names
 from viviane.core.errors import ConfigError
 
+_MOST_SLOTS: Final = 1 << 20
 _MOST_MB: Final = 1 << 40
 """Of a table; its rows are counted in 63 bits, and their bytes, too."""
 
@@ -111,6 +112,9 @@ class DataReaderSparseParam(Arguments):
             ConfigError: neither one number, nor one per slot.
         """
         given = self.nnz_per_slot
+        if not 0 < self.slot_num <= _MOST_SLOTS:
+            raise ConfigError("slot_num is out of range", where=f"sparse {self.top_name!r}",
+                              value=str(self.slot_num)[:50], allowed=f"1 to {_MOST_SLOTS}")  # fmt: skip
         values = list(given) if isinstance(given, list | tuple) else [given] * self.slot_num
         if len(values) != self.slot_num or min(values, default=1) < 1:
             raise ConfigError("nnz_per_slot must be one number, or one per slot", where=f"sparse {self.top_name!r}",

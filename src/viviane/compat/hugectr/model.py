@@ -380,7 +380,7 @@ class Model(ModelFiles):
         self.viviane.unfreeze_dense()
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("_train", "_eval"):
+        if name in ("_train", "_eval", "_scores"):
             raise ConfigError("the model is not compiled", fix="call model.compile() first")
         public = [one for one in dir(type(self)) if not one.startswith("_")]
         raise AttributeError(f"HugeCTR's Model has no {name!r}; {suggest(name, public)}")
