@@ -1,6 +1,8 @@
 """What a dynamic table carries out and in: exports since a time, imports, saved state that continues bit by bit."""
 
+import copy
 import dataclasses
+import pickle
 
 import pytest
 import torch
@@ -171,3 +173,37 @@ def test_parts_of_a_saved_table_that_do_not_fit_are_refused(name, wrong):
         table.load_state_dict(saved | {name: wrong})
     assert table.find(torch.tensor([5, 6, 7]))[1].tolist() == [True, False, True]
     table.load_state_dict(saved)
+
+
+@pytest.mark.parametrize("memory", ["host", "file"])
+@pytest.mark.parametrize(
+    "make_copy", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))], ids=["copy", "pickle"]
+)
+def test_copies_go_on_with_the_same_bits_and_are_independent(make_copy, memory, tmp_path):
+    options = {"memory": "file"} if memory == "file" else {}
+    settings = DynamicTableConfig(name="user", dim=4, max_capacity=1 << 30, **options)
+    one = DynamicTable(settings, Adam(), seed=3, folder=tmp_path)
+    draw = torch.Generator().manual_seed(1)
+
+    def train(table, keys):
+        (table(keys) * torch.arange(1.0, 5.0)).sum().backward()
+        table.step(lr=0.1)
+
+    def content(table):
+        return {name: value.clone() for name, value in table.state_dict().items()}
+
+    for _ in range(3):
+        train(one, torch.randint(-(2**62), 2**62, (50,), generator=draw))
+    other = make_copy(one)
+    assert content(one).keys() == content(other).keys()
+    assert all(torch.equal(value, content(other)[name]) for name, value in content(one).items())
+    before = content(one)
+    more = torch.cat([torch.randint(0, 2**62, (20,), generator=draw), one.export().keys[:10]])
+    train(other, more)
+    assert all(torch.equal(value, before[name]) for name, value in content(one).items())
+    train(one, more)
+    assert all(torch.equal(value, content(other)[name]) for name, value in content(one).items())
+    assert make_copy(one.eval()).training is False
+    one.train()(more)
+    with pytest.raises(ConfigError, match="cannot copy the table while looked-up rows wait"):
+        make_copy(one)

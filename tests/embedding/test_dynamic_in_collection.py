@@ -1,5 +1,8 @@
 """Dynamic tables inside a collection: equal to ordinary tables of the same rows, and the keys' coming and going."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 
@@ -247,3 +250,25 @@ def test_summary_counts_the_keys_and_their_bytes():
     line = next(one for one in emb.summary() if one.name == "item")
     keys = len(emb.dynamic_table("item"))
     assert (line.is_dynamic, line.num_rows, line.weight_bytes, line.state_bytes) == (True, keys, keys * 12, keys * 24)
+
+
+@pytest.mark.parametrize(
+    "make_copy", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))], ids=["copy", "pickle"]
+)
+def test_copies_of_a_collection_have_tables_of_their_own(make_copy):
+    ours, _ = _pair(Adam())
+
+    def train(emb, seed):
+        out = emb(_batch(6, seed, RAW)).flat
+        out.square().sum().backward()
+        emb.step(0.05)
+        return out.detach()
+
+    train(ours, 1)
+    other = make_copy(ours)
+    before = {name: value.clone() for name, value in ours.state_dict().items()}
+    found = train(other, 2)
+    assert all(torch.equal(value, before[name]) for name, value in ours.state_dict().items())
+    assert torch.equal(train(ours, 2), found)
+    mine, theirs = ours.state_dict(), other.state_dict()
+    assert all(torch.equal(value, theirs[name]) for name, value in mine.items())

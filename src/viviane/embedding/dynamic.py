@@ -67,6 +67,7 @@ class DynamicTable(DynamicStore):
                 allowed="'local', 'lazy_global'",
             )  # fmt: skip
         super().__init__(table, rule, seed, device, folder)
+        self._seed, self._folder = seed, folder
         self._rounding = derive_seed(seed, "rounding", table.name) % 2**32
         self._pending: list[tuple[Tensor, Tensor]] = []
 
@@ -215,6 +216,17 @@ class DynamicTable(DynamicStore):
         known = load_entries(self, prefix, state_dict, missing_keys, error_msgs)
         unexpected_keys.extend(name for name in state_dict if name.startswith(prefix) and name not in known)
 
+    @serialized
+    def __reduce__(self) -> Any:
+        """Copy and pickle the content: rows lie among reserved addresses, or in a file of this table's own.
+
+        Raises:
+            ConfigError: looked-up rows wait for a step.
+        """
+        self.check_released("copy")
+        settings = (self.table, self.rule, self._seed, self.device, self._folder)
+        return _with_content, (settings, self.training, self.state_dict())
+
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         probe = fn(torch.zeros(1, device=self.device))
         if probe.dtype != torch.float32 or probe.device.type != self.device.type:
@@ -224,6 +236,13 @@ class DynamicTable(DynamicStore):
                 fix="build it so, and carry its content over with load_state_dict or import_",
             )  # fmt: skip
         return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+
+
+def _with_content(settings: tuple[Any, ...], training: bool, content: dict[str, Tensor]) -> DynamicTable:
+    table, rule, seed, device, folder = settings
+    made = DynamicTable(table, rule, seed=seed, device=device, folder=folder)
+    made.load_state_dict(content)
+    return made.train(training)
 
 
 class _Lookup(torch.autograd.Function):
