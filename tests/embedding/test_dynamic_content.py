@@ -207,3 +207,15 @@ def test_copies_go_on_with_the_same_bits_and_are_independent(make_copy, memory, 
     one.train()(more)
     with pytest.raises(ConfigError, match="cannot copy the table while looked-up rows wait"):
         make_copy(one)
+
+
+def test_content_with_a_key_twice_is_refused_and_changes_nothing():
+    table = make()
+    train(table, 3)
+    content, before = table.export(), table.state_dict()
+    twice = dataclasses.replace(content, keys=torch.cat([content.keys[:-1], content.keys[:1]]))
+    with pytest.raises(
+        CheckpointError, match=r"a key occurs twice\n  where:   table 't', keys\n  value: +" + str(int(content.keys[0]))
+    ):
+        table.import_(twice)
+    same(table.state_dict(), before)

@@ -74,6 +74,9 @@ def import_keys(table: DynamicStore, content: DynamicContent) -> None:
                 allowed=str((count, *own.shape[1:])),
             )  # fmt: skip
     keys, scores = content.keys.to(table.device), content.scores.to(table.device)
+    distinct, times = torch.unique(keys, return_counts=True)
+    if len(distinct) != count:
+        raise CheckpointError("a key occurs twice", where=f"{where}, keys", value=int(distinct[times > 1][0]))
     rows = table.find_or_insert(keys, scores if table.table.eviction == "custom" else None)
     table.reset_state(rows)
     table.weight[rows] = content.weight.to(table.weight)
