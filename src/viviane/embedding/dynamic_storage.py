@@ -18,6 +18,7 @@ from viviane.embedding.dynamic import DynamicTable
 from viviane.embedding.dynamic_config import DynamicTableConfig
 from viviane.embedding.dynamic_content import load_entries, state_entries
 from viviane.embedding.table_storage import (
+    MANY_WAITING,
     RowGradients,
     StorageLookup,
     TableLock,
@@ -25,7 +26,7 @@ from viviane.embedding.table_storage import (
     distinct_gradients,
     join_entries,
     serialized,
-    watch_for_step,
+    warn_of_lost_updates,
 )
 from viviane.ops.row_update import Entries
 
@@ -119,7 +120,8 @@ class DynamicStorage(TableStorage):
     def add_gradients(self, gradients: RowGradients) -> None:
         """Keep the gradients of a backward pass until the next step."""
         self._pending.append(gradients)
-        watch_for_step(self._pending)
+        if len(self._pending) == MANY_WAITING:
+            warn_of_lost_updates(self._pending[-1].tables)
         self._summed = None
 
     @property

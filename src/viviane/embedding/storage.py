@@ -27,6 +27,7 @@ from viviane.embedding.row_snapshot import RowSnapshot
 from viviane.embedding.state import TableState
 from viviane.embedding.step_counters import StepCounters
 from viviane.embedding.table_storage import (
+    MANY_WAITING,
     RowGradients,
     StorageLookup,
     TableLock,
@@ -34,7 +35,7 @@ from viviane.embedding.table_storage import (
     distinct_gradients,
     join_entries,
     serialized,
-    watch_for_step,
+    warn_of_lost_updates,
 )
 from viviane.ops.capture import is_capturing, refuse_capture
 from viviane.ops.dispatch import kernels_serve
@@ -299,7 +300,8 @@ class Storage(TableStorage):
         if self.weight.is_cuda and is_capturing(self.weight.device):
             join_rows(self.weight.device, self._scratch)
         self._pending.append(gradients)
-        watch_for_step(self._pending)
+        if len(self._pending) == MANY_WAITING:
+            warn_of_lost_updates(self._pending[-1].tables)
         self._forget_sums()
 
     @property
@@ -594,7 +596,5 @@ def check_content(table: str, own: Mapping[str, Tensor], given: Mapping[str, Ten
         )
     for name, part in given.items():
         if part.shape != own[name].shape:
-            raise CheckpointError(
-                "the shape differs", where=f"table {table!r}, {name}", value=tuple(part.shape),
-                allowed=str(tuple(own[name].shape)),
-            )  # fmt: skip
+            where, allowed = f"table {table!r}, {name}", str(tuple(own[name].shape))
+            raise CheckpointError("the shape differs", where=where, value=tuple(part.shape), allowed=allowed)

@@ -28,7 +28,7 @@ from viviane.ops.capture import URGENT, branch
 from viviane.ops.row_update import Entries
 
 _log = get_logger(__name__)
-_MANY_WAITING: Final = 256  # backward passes without a step, of which gradient accumulation has fewer
+MANY_WAITING: Final = 256  # backward passes without a step, of which gradient accumulation has fewer
 
 
 @dataclass(frozen=True)
@@ -44,18 +44,13 @@ class RowGradients:
     tables: frozenset[str]
 
 
-def watch_for_step(waiting: Sequence[RowGradients]) -> None:
-    """Warn where gradients of very many backward passes wait: a torch optimizer does not move tables."""
-    if len(waiting) == _MANY_WAITING:
-        _warn_of_lost_updates(waiting[-1].tables)
-
-
 @lru_cache
-def _warn_of_lost_updates(tables: frozenset[str]) -> None:
+def warn_of_lost_updates(tables: frozenset[str]) -> None:
+    """Warn where gradients of `MANY_WAITING` backward passes wait: a torch optimizer does not move tables."""
     _log.warning(
         "tables %s have gradients of %d backward passes, and no step moved their rows: call step(lr=...) of the "
         "collection or EmbeddingBag beside optimizer.step(), or discard_gradients()",
-        ", ".join(sorted(tables)[:10]), _MANY_WAITING,
+        ", ".join(sorted(tables)[:10]), MANY_WAITING,
     )  # fmt: skip
 
 

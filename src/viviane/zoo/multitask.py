@@ -17,7 +17,7 @@ class MultiTaskModel(ZooModel):
     """Base of the models with a tower for each label of the schema.
 
     The losses are "loss_<label>", binary cross-entropy or squared error by the label's task; `loss_weights` of
-    `Model.compile` weighs them. What names of nodes may not have is _ there: "loss_add_to_cart".
+    `Model.compile` weighs them. Characters that names of nodes cannot have become _: "loss_add_to_cart".
 
     Args:
         tower_mlp: widths of each label's own network.
@@ -41,11 +41,8 @@ class MultiTaskModel(ZooModel):
             raise SchemaError("the models of the zoo need categorical columns", fix=fix)
         vectors = self.vectors()
         together, x = join("x", [vectors.flat, *(["dense"] if schema.num_dense else [])])
-        inputs = Input(
-            label={f"label_{task}": name for task, name in zip(tasks, labels, strict=True)},
-            dense="dense",
-            sparse="cats",
-        )
+        named = {f"label_{task}": name for task, name in zip(tasks, labels, strict=True)}
+        inputs = Input(label=named, dense="dense", sparse="cats")
         return [inputs, *vectors.nodes, *together], x, tasks
 
     def towers(self, schema: Schema, inputs: Sequence[str]) -> list[Node]:
