@@ -34,7 +34,7 @@ def test_two_requests_that_come_at_once_to_one_idle_thread_take_both_instances(m
     while not batcher._idle:
         time.sleep(0.001)
     session.meeting = threading.Barrier(2)
-    with batcher._turn:  # the idle thread is told of the first request, and sees it only after the second
+    with batcher._turn:  # the first request wakes the idle thread, which waits for this lock until both are there
         batcher.submit(Work(raw(1, seed=1), 1, done))
         batcher.submit(Work(raw(1, seed=1), 1, done))
     for _ in range(2):

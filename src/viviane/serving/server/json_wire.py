@@ -31,7 +31,7 @@ _TENSOR_KEYS: Final = ("name", "shape", "datatype", "parameters", "data")
 _OUTPUT_KEYS: Final = ("name", "parameters")
 _KNOWN_BYTES: Final = 16 << 10
 _KNOWN_HEADS: Final = 256
-"""How long the JSON part of a request may be that is kept, and how many are: with what was made of them some 20 MB."""
+"""JSON parts up to this size are cached in their parsed form, this many of them: some 20 MB at most."""
 _KINDS: Final[dict[str, frozenset[type]]] = {
     "b": frozenset({bool}),
     "i": frozenset({int}),
