@@ -60,12 +60,12 @@ class Senders:
 
     def __init__(self, settings: LoadSettings, model: str, made: Sequence[PreparedRequest]) -> None:
         self._settings, self._model, self._made = settings, model, made
-        self._here: _Sender | None = None
-        self._others: list[tuple[Any, Connection]] = []
+        self._local: _Sender | None = None
+        self._workers: list[tuple[Any, Connection]] = []
 
     def __enter__(self) -> Self:
         if self._settings.processes == 1:
-            self._here = _Sender(self._settings, self._model, self._made)
+            self._local = _Sender(self._settings, self._model, self._made)
             return self
         context = multiprocessing.get_context("spawn")  # a forked child would share gRPC's threads and locks
         try:
@@ -74,8 +74,8 @@ class Senders:
                 process = context.Process(target=_send, args=(theirs, share_of(self._settings, number)), daemon=True)
                 process.start()
                 theirs.close()
-                self._others.append((process, ours))
-            for process, connection in self._others:
+                self._workers.append((process, ours))
+            for process, connection in self._workers:
                 # Not among the arguments: there, a process that ends as it starts would be waited for without end.
                 with contextlib.suppress(BrokenPipeError):
                     connection.send((self._model, self._made))
@@ -90,22 +90,22 @@ class Senders:
 
     def run(self, kind: Kind, load: float) -> Tally:
         """Send a phase of `load` clients, or of `load` requests a second, and count its answers."""
-        if self._here is not None:
-            return self._here.run(kind, load)
-        start, count = time.perf_counter() + _LEAD_S, len(self._others)
-        for number, (_, connection) in enumerate(self._others):
+        if self._local is not None:
+            return self._local.run(kind, load)
+        start, count = time.perf_counter() + _LEAD_S, len(self._workers)
+        for number, (_, connection) in enumerate(self._workers):
             share = load / count if kind == "open" else int(load) * (number + 1) // count - int(load) * number // count
             with contextlib.suppress(BrokenPipeError):  # reading from it names the process that ended
                 connection.send((kind, share, start))
         total = Tally()
-        for process, connection in self._others:
+        for process, connection in self._workers:
             total.merge(_received(process, connection))
         return total
 
     def _end(self) -> None:
-        if self._here is not None:
-            self._here.close()
-        for process, connection in self._others:
+        if self._local is not None:
+            self._local.close()
+        for process, connection in self._workers:
             connection.close()
             process.terminate()
             process.join()
