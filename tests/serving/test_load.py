@@ -22,15 +22,17 @@ from viviane.serving.load.senders import Senders
 from viviane.serving.server import ServerSettings
 
 
+def rows_of_server(http) -> float:
+    """Rows that the server has counted in its metrics."""
+    text = http.get("/metrics").body.decode()
+    return float(re.search(r'^viviane_rows_total\{model="deepfm"\} (\S+)', text, re.MULTILINE).group(1))
+
+
 @pytest.mark.parametrize("protocol", ["http", "grpc"])
 def test_a_load_is_counted_by_server_and_client_alike(server, http, raw, protocol) -> None:
-    def rows_of_server() -> float:
-        text = http.get("/metrics").body.decode()
-        return float(re.search(r'^viviane_rows_total\{model="deepfm"\} (\S+)', text, re.MULTILINE).group(1))
-
     url = server.http_url if protocol == "http" else server.grpc_target
     http.post("/v1/models/deepfm:predict", {"instances": raw(1)})
-    before = rows_of_server()
+    before = rows_of_server(http)
     settings = LoadSettings(url=url, protocol=protocol, model="deepfm", rows=3, concurrency=(2,), rates=(20,),
                             seconds=0.5, warm_up=1)  # fmt: skip
     result = run_load(settings, pa.Table.from_pylist(raw(50)))
@@ -41,7 +43,7 @@ def test_a_load_is_counted_by_server_and_client_alike(server, http, raw, protoco
         assert 0 < phase.latency_ms["p50"] <= phase.latency_ms["p99"] <= phase.latency_ms["max"]
     assert closed.kind == "closed"
     assert opened.load == 20
-    assert rows_of_server() - before == 3 * (closed.answered + opened.answered + 1)
+    assert rows_of_server(http) - before == 3 * (closed.answered + opened.answered + 1)
 
 
 class Stalling:
@@ -81,13 +83,9 @@ def test_requests_that_could_not_be_sent_do_not_count_as_sent() -> None:
 
 @pytest.mark.parametrize("protocol", ["http", "grpc"])
 def test_processes_share_clients_and_rate(server, http, raw, protocol) -> None:
-    def requests_of_server() -> float:
-        text = http.get("/metrics").body.decode()
-        return float(re.search(r'^viviane_rows_total\{model="deepfm"\} (\S+)', text, re.MULTILINE).group(1))
-
     url = server.http_url if protocol == "http" else server.grpc_target
     http.post("/v1/models/deepfm:predict", {"instances": raw(1)})
-    before = requests_of_server()
+    before = rows_of_server(http)
     settings = LoadSettings(url=url, protocol=protocol, model="deepfm", concurrency=(3,), rates=(60,), seconds=0.5,
                             warm_up=1, processes=2)  # fmt: skip
     result = run_load(settings, pa.Table.from_pylist(raw(50)))
@@ -96,7 +94,7 @@ def test_processes_share_clients_and_rate(server, http, raw, protocol) -> None:
     assert not opened.errors
     assert opened.load == 60
     assert 30 - 5 * np.sqrt(30) < opened.sent < 30 + 5 * np.sqrt(30)
-    assert requests_of_server() - before == closed.answered + opened.answered + 1
+    assert rows_of_server(http) - before == closed.answered + opened.answered + 1
 
 
 def test_a_process_that_ends_is_an_error_with_its_number(server, raw) -> None:
