@@ -205,12 +205,12 @@ def test_the_command_runs_without_torch(tmp_path: Path) -> None:
 
 
 def test_a_small_input_of_plain_columns_needs_no_engine(tmp_path: Path) -> None:
-    """DuckDB and ibis take longer to load than 50 rows to clean."""
+    """DuckDB, ibis and pandas, which Arrow loads where it can, take longer to load than 50 rows to clean."""
     text(tmp_path / "raw.tsv", "1\t2\t0000000a\n0\t\t\n" * 25)
     program = (
         "import sys; from viviane.etl import criteo, run\n"
         "run(criteo(num_dense=1, num_categorical=1), sys.argv[1], sys.argv[2], split='rows:train=0.8,test=0.2')\n"
-        "assert 'duckdb' not in sys.modules and 'ibis' not in sys.modules"
+        "assert not {'duckdb', 'ibis', 'pandas'} & set(sys.modules)"
     )
     words = [str(tmp_path / "raw.tsv"), str(tmp_path / "out")]
     done = subprocess.run([sys.executable, "-c", program, *words], capture_output=True, text=True, check=False)
@@ -261,3 +261,18 @@ def test_values_in_memory_are_counted_as_the_engine_counts_them(name: str) -> No
         )
     assert found.equals(expected.cast(found.schema))
     engine.close()
+
+
+def test_a_hexadecimal_value_that_is_no_text_is_refused_by_its_digits(tmp_path: Path) -> None:
+    """The same message whether its block is parsed at once or line by line."""
+    columns = criteo(num_dense=0, num_categorical=1)
+    lines = b"1\t0000000a\n0\t\xff\xfe\n"
+    problems = []
+    for name, data in (("at_once", lines), ("by_line", lines + b"no row\n")):
+        (tmp_path / name).write_bytes(data)
+        run(columns, tmp_path / name, tmp_path / f"{name}_out", on_bad_row="reject")
+        first = (tmp_path / f"{name}_out" / "rejects.jsonl").read_text().splitlines()[0]
+        problems.append({**json.loads(first), "file": ""})
+    assert problems[0] == problems[1]
+    assert problems[0]["problem"] == "not 1 to 16 hexadecimal digits"
+    assert problems[0]["value"] == "\\xff\\xfe"

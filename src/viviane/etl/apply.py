@@ -14,11 +14,12 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from viviane.core.errors import DataError
+from viviane.etl.arrays import array_of, numbers_of
 from viviane.etl.cells import make_list
 from viviane.etl.columns import Bucketize, CategoricalSpec, DenseSpec, HashTo, LabelSpec, RawIds
 from viviane.etl.engine import Build, Engine, Lookup
 from viviane.etl.expressions import bucket, value_of
-from viviane.etl.held import DICTIONARY
+from viviane.etl.held import IDS
 from viviane.etl.learned import Learned
 from viviane.etl.values import ListShape, combined, hash_values, missing_together, number_column, raw_ids
 from viviane.schema import RESERVED
@@ -92,7 +93,7 @@ class Applier:
                 value=f"{values.null_count} of {len(values)}",
                 fix='begin its operators with {"type": "fill", "value": 0}',
             )
-        numbers = values.to_numpy(zero_copy_only=False)
+        numbers = numbers_of(values)
         if len(numbers) and not np.isfinite(numbers).all():
             raise DataError(
                 "a number does not fit float32", where=f"column {name!r}", fix="clip it, or take its logarithm"
@@ -100,10 +101,10 @@ class Applier:
         return values
 
     def _ids(self, spec: CategoricalSpec, staged: pa.Table) -> dict[str, Any]:
-        names = [DICTIONARY + name if spec.is_plain else name for name in spec.sources]
-        if not set(names) <= set(staged.column_names):
-            names = list(spec.sources)
-        columns = [combined(staged.column(name)) for name in names]
+        if IDS + spec.name in staged.column_names:
+            known = combined(staged.column(IDS + spec.name))
+            return {spec.name: known if spec.dtype == "int32" else known.cast(pa.int64())}
+        columns = [combined(staged.column(name)) for name in spec.sources]
         if spec.kind == "one_hot":
             return {spec.name: self._numbered(spec, columns)}
         columns = missing_together(columns)
@@ -145,15 +146,15 @@ class Applier:
             ids = codes + RESERVED.first
         else:
             known = self.fitted.vocabularies[spec.table].values
-            ids = self._places(spec.table, values) + RESERVED.first
+            ids = self._lookup(spec.table)(values) + RESERVED.first
             others = ids < RESERVED.first
             ids[others] = RESERVED.unknown
             if spec.encoding.unknown_buckets and others.any():
                 codes = _filled(hash_values(values.filter(pa.array(others)), self._evaluate))
                 ids[others] = codes % spec.encoding.unknown_buckets + RESERVED.first + len(known)
         if values.null_count:
-            ids[pc.is_null(values).to_numpy(zero_copy_only=False)] = RESERVED.missing
-        return pa.array(ids.astype(dtype, copy=False))
+            ids[numbers_of(pc.is_null(values))] = RESERVED.missing
+        return array_of(ids.astype(dtype, copy=False))
 
     def _raw(self, spec: CategoricalSpec, encoding: RawIds, values: Any) -> Any:
         if values.null_count and encoding.missing is None:
@@ -167,16 +168,6 @@ class Applier:
 
     def _evaluate(self, table: pa.Table, build: Build) -> pa.Table:
         return self.engine.evaluate(table, build)
-
-    def _places(self, table: str, values: Any) -> NDArray[Any]:
-        """The place of each value in a vocabulary, -1 where it has none; of a dictionary, each value is found once."""
-        find = self._lookup(table)
-        if not pa.types.is_dictionary(values.type):
-            return find(values)
-        places: NDArray[np.integer[Any]] = np.append(find(values.dictionary), -1)
-        codes = pc.fill_null(values.indices, len(places) - 1) if values.null_count else values.indices
-        found: NDArray[np.integer[Any]] = places[codes.to_numpy()]
-        return found
 
     def _lookup(self, table: str) -> Lookup:
         with self._lock:

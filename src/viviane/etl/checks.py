@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from viviane.core.errors import ConfigError, expect
+from viviane.etl.arrays import array_of, scalar_of
 from viviane.etl.cells import BadCell, shown
 from viviane.etl.columns import CategoricalSpec
 from viviane.etl.config import EtlConfig
@@ -51,7 +52,8 @@ def unusable_rows(
                 allowed = ", ".join(map(repr, known.to_pylist()))
                 bad += _where(wrong, source, f"a label is none of {allowed}", column)
             elif label.task == "binary" and not label.operators and not label.positive:
-                wrong = pc.invert(pc.is_in(pc.fill_null(column, 0), value_set=pa.array([0, 1], column.type)))
+                filled: Any = pc.fill_null(column, scalar_of(0, column.type)) if column.null_count else column
+                wrong = pc.invert(pc.is_in(filled, value_set=array_of(np.array([0, 1])).cast(column.type)))
                 bad += _where(wrong, source, "a binary label is neither 0 nor 1", column)
     for dense in config.dense:
         if dense.dim > 1:

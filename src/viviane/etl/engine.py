@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from viviane.core.errors import DataError
 from viviane.core.optional import require
+from viviane.etl.arrays import numbers_of, scalar_of
 from viviane.etl.sql_names import quoted, sql_name, with_sql_names
 
 Build: TypeAlias = Callable[[Any], Mapping[str, Any]]
@@ -135,8 +136,8 @@ def _with_sql_names(table: pa.Table) -> pa.Table:
 
 
 def _index_in(known: Any, values: Any) -> NDArray[np.integer[Any]]:
-    places: NDArray[np.int32] = pc.fill_null(pc.index_in(values, value_set=known), -1).to_numpy(zero_copy_only=False)
-    return places
+    places = pc.index_in(values, value_set=known)
+    return numbers_of(pc.fill_null(places, scalar_of(-1, places.type)))
 
 
 class DuckDbEngine:

@@ -80,7 +80,7 @@ class FileWork:
                 staged = read_columns(file, use_threads=False)
                 rows = self.partition.parts_of(staged)[task.part].slice(start, stop - start)
                 writer.add(applier.table(rows))
-            writer.close(applier.table(read_columns(task.sources[0][0]).slice(0, 0)))
+            writer.close(lambda: applier.table(read_columns(task.sources[0][0]).slice(0, 0)))
         except BaseException:
             writer.abandon()
             raise

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Final, Literal, TypeAlias
 
-import pyarrow as pa
 import pyarrow.compute as pc
 from pydantic import Field, model_validator
 
 from viviane.config.base import Settings
+from viviane.etl.arrays import scalar_of
 
 _ALL_WHOLE: Final = 2.0**53  # float64 has no fractions from here on
 State: TypeAlias = dict[str, float]
@@ -47,7 +47,7 @@ class Fill(_Operator):
     def column(self, x: Any, state: State) -> Any:
         """`expression` of an Arrow array."""
         value = state[self.value] if isinstance(self.value, str) else self.value
-        return pc.fill_null(x, float(value)) if x.null_count else x
+        return pc.fill_null(x, scalar_of(value)) if x.null_count else x
 
 
 class Clip(_Operator):
@@ -85,7 +85,7 @@ class Log(_Operator):
 
     def column(self, x: Any, state: State) -> Any:
         """`expression` of an Arrow array."""
-        return pc.ln(pc.add(_clipped(x, 0.0, None), 1.0))
+        return pc.ln(pc.add(_clipped(x, 0.0, None), scalar_of(1.0)))
 
 
 class LogSquare(_Operator):
@@ -108,8 +108,8 @@ class LogSquare(_Operator):
     def column(self, x: Any, state: State) -> Any:
         """`expression` of an Arrow array."""
         root = pc.ln(_clipped(x, 2.0, None))
-        small = pc.if_else(pc.less(x, pa.scalar(-_ALL_WHOLE)), x, pc.floor(_clipped(x, -_ALL_WHOLE, _ALL_WHOLE)))
-        return pc.if_else(pc.greater(x, pa.scalar(2.0)), pc.floor(pc.multiply(root, root)), small)
+        small = pc.if_else(pc.less(x, scalar_of(-_ALL_WHOLE)), x, pc.floor(_clipped(x, -_ALL_WHOLE, _ALL_WHOLE)))
+        return pc.if_else(pc.greater(x, scalar_of(2.0)), pc.floor(pc.multiply(root, root)), small)
 
 
 class Standardize(_Operator):
@@ -124,7 +124,7 @@ class Standardize(_Operator):
 
     def column(self, x: Any, state: State) -> Any:
         """`expression` of an Arrow array."""
-        return pc.divide(pc.subtract(x, state["mean"]), state["std"] or 1.0)
+        return pc.divide(pc.subtract(x, scalar_of(state["mean"])), scalar_of(state["std"] or 1.0))
 
 
 class MinMax(_Operator):
@@ -141,7 +141,7 @@ class MinMax(_Operator):
     def column(self, x: Any, state: State) -> Any:
         """`expression` of an Arrow array."""
         low, span = state["min"], (state["max"] - state["min"]) or 1.0
-        return _clipped(pc.divide(pc.subtract(x, low), span), 0.0, 1.0)
+        return _clipped(pc.divide(pc.subtract(x, scalar_of(low)), scalar_of(span)), 0.0, 1.0)
 
 
 class Threshold(_Operator):
@@ -156,7 +156,7 @@ class Threshold(_Operator):
 
     def column(self, x: Any, state: State) -> Any:
         """`expression` of an Arrow array."""
-        return pc.greater_equal(x, pa.scalar(float(self.at))).cast("float64")
+        return pc.greater_equal(x, scalar_of(self.at)).cast("float64")
 
 
 Operator: TypeAlias = Annotated[
@@ -166,8 +166,8 @@ Operator: TypeAlias = Annotated[
 
 def _clipped(x: Any, low: float | None, high: float | None) -> Any:
     if low is not None:
-        x = pc.max_element_wise(x, float(low), skip_nulls=False)
-    return x if high is None else pc.min_element_wise(x, float(high), skip_nulls=False)
+        x = pc.max_element_wise(x, scalar_of(low), skip_nulls=False)
+    return x if high is None else pc.min_element_wise(x, scalar_of(high), skip_nulls=False)
 
 
 def chain_column(x: Any, operators: tuple[Operator, ...], states: dict[int, State]) -> Any:

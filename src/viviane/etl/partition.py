@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from viviane.core.errors import ConfigError, DataError
+from viviane.etl.arrays import numbers_of
 from viviane.etl.conditions import Filter
 from viviane.etl.config import EtlConfig
 from viviane.etl.engine import Engine
@@ -123,7 +124,7 @@ class Partition:
         """The part of each row, -1 where a filter leaves it out."""
         places = np.zeros(staged.num_rows, np.int64)
         if self.split is not None:
-            keys = combined(staged.column(KEY)).to_numpy(zero_copy_only=False)
+            keys = numbers_of(combined(staged.column(KEY)))
             places = np.searchsorted(np.array(self.borders, np.int64), keys, side="right")
         if self.filters:
             columns = staged.select(list(dict.fromkeys(one.column for one in self.filters)))

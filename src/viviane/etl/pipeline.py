@@ -350,7 +350,7 @@ class _Run:
             held = HeldRows(tables, [partition.is_training(table) for table in tables])
             yield rows, held
         for number, shard in enumerate(shards):
-            stager.held[shard.file] = held.with_dictionaries(number, tables[number])
+            stager.held[shard.file] = held.with_ids(number, tables[number])
 
     def _write(
         self, learned: Learned, partition: Partition, shards: list[Shard], stager: Stager, folder: Path
@@ -375,9 +375,8 @@ class _Run:
                 for part, (writer, table) in enumerate(zip(writers.values(), tables, strict=True)):
                     writer.add(table.slice(max(0, done[part] - int(partition.starts[number][part]))))
                 self.progress("write", number + 1, len(shards))
-            empty = applier.table(schema.empty_table())
             for writer in writers.values():
-                writer.close(empty)
+                writer.close(lambda: applier.table(schema.empty_table()))
         except BaseException:
             for writer in writers.values():
                 writer.abandon()

@@ -20,6 +20,7 @@ import pyarrow.parquet as pq
 from viviane.core.errors import DataError
 from viviane.core.files import write_bytes_atomic, write_json_atomic
 from viviane.core.json_files import expected_form, read_json_object
+from viviane.etl.arrays import array_of
 from viviane.etl.cells import shown
 from viviane.etl.checks import unusable_rows
 from viviane.etl.columns import InputColumn
@@ -357,7 +358,7 @@ class Stager:
             return hash_values(table.column(self.split.column), self.engine.evaluate)
         if isinstance(self.split, TimeSplit):
             return table.column(self.split.column).cast(pa.int64())
-        return pa.array(np.arange(first_row, first_row + table.num_rows, dtype=np.int64))
+        return array_of(np.arange(first_row, first_row + table.num_rows, dtype=np.int64))
 
 
 def _schema_in_files(schema: pa.Schema) -> pa.Schema:

@@ -162,10 +162,7 @@ def _parse_fast(data: bytes, lines: NDArray[np.int64], layout: TextLayout) -> Ch
     """
     quote = layout.input.quote
     whole = quote is not None and quote.encode() in data
-    types: dict[str, pa.DataType] = {
-        column.name: SCALARS["string"] if column.is_list or column.type in ("hex", "bool") else SCALARS[column.type]
-        for column in layout.wanted
-    }
+    types = {column.name: _read_as(column) for column in layout.wanted}
     try:
         raw = _read_csv(data, layout, types, len(data) if whole else _PIECE_BYTES)
     except pa.ArrowInvalid:
@@ -190,12 +187,28 @@ def _parse_slow(data: bytes, lines: NDArray[np.int64], layout: TextLayout) -> Ch
     data = b"".join(row + b"\n" for row in rows)
     raw = _read_csv(data, layout, types, len(data)) if rows else pa.schema(list(types.items())).empty_table()
     assert raw.num_rows == len(lines), "a line that was counted as a row is none to the parser"
-    columns, bad = {}, []
+    columns: dict[str, Any] = {}
+    bad: list[BadCell] = []
     for column in layout.wanted:
+        if _is_hex(column):
+            columns[column.name] = raw.column(column.name)
+            continue
         text, wrong = cast_cells(raw.column(column.name).combine_chunks(), pa.string())
         bad += [BadCell(row, column.name, "not UTF-8 text", shown(raw.column(column.name)[row])) for row in wrong]
         columns[column.name] = text
     return _finish(pa.table(columns), lines, bad, unparsed, layout)
+
+
+def _read_as(column: InputColumn) -> pa.DataType:
+    """The type that the parser gives a column of a block in which all is well."""
+    if _is_hex(column):
+        return pa.binary()
+    return SCALARS["string"] if column.is_list or column.type == "bool" else SCALARS[column.type]
+
+
+def _is_hex(column: InputColumn) -> bool:
+    """Whether each value of a column is hexadecimal: digits are looked for, so that its bytes need not be text."""
+    return column.type == "hex" and not column.is_list
 
 
 def _row_of_line(line: bytes, layout: TextLayout, fields: _FieldCounter) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
@@ -11,6 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from viviane.etl.arrays import numbers_of
 from viviane.etl.parquet import read_columns
 from viviane.etl.values import combined
 from viviane.schema import RESERVED, CategoricalColumn, Schema
@@ -71,15 +73,15 @@ class PartWriter:
             self._waiting.append(table.slice(start))
             self._num_waiting += table.num_rows - start
 
-    def close(self, empty: pa.Table) -> None:
-        """Write what is left; a part without rows still gets a file, with the columns of `empty`."""
+    def close(self, empty: Callable[[], pa.Table]) -> None:
+        """Write what is left; a part without rows still gets a file, with the table that `empty` returns."""
         if self._num_waiting:
             self._write(pa.concat_tables(self._waiting))
             self._waiting = []
         if self._writer is not None:
             self._finish_file()
         if self.num_files == 0:
-            self._write(empty)
+            self._write(empty())
             self._finish_file()
 
     def abandon(self) -> None:
@@ -128,7 +130,7 @@ class Statistics:
         """Count the ids of a table."""
         for column in self.columns:
             ids = combined(table.column(column.name))
-            flat = (pc.list_flatten(ids) if column.kind != "one_hot" else ids).to_numpy(zero_copy_only=False)
+            flat = numbers_of(pc.list_flatten(ids) if column.kind != "one_hot" else ids)
             counts = self._counts[column.name]
             if column.num_ids is None:
                 self._above[column.name] += len(flat)
@@ -154,7 +156,7 @@ class Statistics:
 
     def info_json(self, about: dict[str, Any]) -> bytes:
         """Return the content of info.json, a line for each column: indented numbers would take longer than the rows."""
-        lines = [f"    {json.dumps(name)}: {json.dumps(one)}" for name, one in self.to_dict().items()]
+        lines = [f"    {json.dumps(one.name)}: {json.dumps(self._of(one))}" for one in self.columns]
         head = json.dumps(about, indent=2, ensure_ascii=False, allow_nan=False).removesuffix("\n}")
         columns = "{\n" + ",\n".join(lines) + "\n  }" if lines else "{}"
         return f'{head},\n  "columns": {columns}\n}}\n'.encode()
@@ -169,5 +171,5 @@ class Statistics:
             "num_missing": int(counts[RESERVED.missing]) if len(counts) > RESERVED.missing else 0,
             "num_unknown": int(counts[RESERVED.unknown]) if len(counts) > RESERVED.unknown else 0,
             "num_values": int(counts.sum()) + self._above[column.name],
-            "top_counts": [[int(rank), int(falling[rank - 1])] for rank in ranks] if len(falling) else [],
+            "top_counts": np.stack([ranks, falling[ranks - 1]], axis=1).tolist() if len(falling) else [],
         }
