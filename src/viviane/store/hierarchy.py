@@ -219,9 +219,8 @@ class TableHierarchy:
             The places (m,) of the keys that it had not, their rows, or the default, and what became of them.
         """
         first, failed = self.levels[0], None
-        if begun.is_readable and found.all():  # the usual answer of a warm cache
-            first.hits += len(keys)
-            self._tend(first)
+        if begun.is_readable and found.all():
+            self.count_hits(len(keys))
             return _NO_PLACES, self.layout.empty(0), Lookup(found)
         missing = np.flatnonzero(~found)
         if begun.is_readable:
@@ -240,6 +239,12 @@ class TableHierarchy:
         else:
             result = self._below(wanted, rows, own, every, wanted, (begun.epoch, begun.ended), failed)
         return missing, rows, result
+
+    def count_hits(self, num_keys: int) -> None:
+        """End a lookup that `begin` began and whose keys the first level all had, the usual one of a warm cache."""
+        first = self.levels[0]
+        first.hits += num_keys
+        self._tend(first)
 
     def _tend(self, level: Level) -> None:
         """Let a tier that moves its own rows do so beside lookups, at most once a second."""

@@ -130,6 +130,31 @@ def test_an_output_too_narrow_for_its_columns_is_refused(device):
         cache.find_for(request, torch.zeros(3, 12, device=device), [0, 7])
 
 
+@pytest.mark.parametrize("columns", [[0], [0, 7, 8], [-1, 7]])
+def test_columns_that_are_not_those_of_the_request_are_refused(device, columns):
+    cache = DeviceRowCache(60, ROW_BYTES, device)
+    with cache.requests.take(2, 3) as request, pytest.raises(ConfigError, match="2 of 0 and above"):
+        cache.find_for(request, torch.zeros(3, 20, device=device), columns)
+
+
+def test_outputs_of_one_form_are_each_written_at_their_own_address(device):
+    cache, keys = DeviceRowCache(60, ROW_BYTES, device), np.arange(10)
+    cache.insert(keys, rows_for(keys, 0))
+    wide = torch.zeros(10, 40, device=device)
+    outputs = [torch.zeros(10, 7, device=device), torch.zeros(10, 7, device=device), wide[:, :7], wide[:, 13:20]]
+    for i, out in enumerate(outputs):
+        with cache.requests.take(1, 10) as request:
+            request.keys[:], request.tables[:] = (keys + i) % 10, 0
+            assert cache.find_for(request, out, [1]).all()
+    for i, out in enumerate(outputs):
+        got = np.ascontiguousarray(out[:, 1:].cpu().numpy()).view(np.uint8)
+        assert (got == rows_for((keys + i) % 10, 0)).all()
+        assert not out[:, 0].any()
+    if device.type == "cuda":
+        with cache.requests.take(1, 10) as request, pytest.raises(ConfigError, match="on cpu"):
+            cache.find_for(request, outputs[0].cpu(), [1])
+
+
 def test_present_and_absent_keys_are_told_apart(device):
     cache = DeviceRowCache(50, ROW_BYTES, device)
     first, later = np.arange(10), np.arange(5, 15)

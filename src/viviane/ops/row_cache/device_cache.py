@@ -6,7 +6,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final, Literal
@@ -21,7 +20,7 @@ from viviane.ops.hash_table.reserve import Reserved
 from viviane.ops.row_cache.request import LookupRequest, LookupRequests
 
 if TYPE_CHECKING:
-    from viviane.ops.triton_parts.launch import RepeatedLaunch
+    from viviane.ops.row_cache.request_launch import RequestLaunch
 
 _LEAST_SPARE: Final = 64
 _BLOCK: Final = 16
@@ -173,40 +172,35 @@ class DeviceRowCache:
         Returns:
             `request.found`, (F, B).
         """
-        from viviane.ops.triton_parts.launch import ceil_div, find_columns, on_device
+        from viviane.ops.triton_parts.launch import on_device
 
-        count, rows = request.keys.size, request.keys.shape[1]
-        _check_output(out, rows, max(columns) + self._words)
-        if not count:
+        if not request.keys.size:
             return request.found
-        at, apart = find_columns(tuple(columns), out.shape[1], out.device), out.stride(0)
-        key = at.aligned, at.places is None, apart == 1, apart % 16 == 0, out.data_ptr() % 16 == 0, out.dtype
         reader = next(self._last_reader)
         self._readers[reader] = None  # before the launch: places that it may read are kept
         try:
-            with on_device(out) if _is_elsewhere(out) else nullcontext():
-                self._launch(
-                    key, ceil_div(count, _BLOCK),
-                    (*request.tensors(), at.places, self._lines, self._keys, self._tables, self._used,
-                     self._memory.tensor, out, count, rows, len(self._own_lines), apart, at.first, at.step, _now()),
-                    {"aligned": at.aligned, **self._constants},
-                )  # fmt: skip
-                if self._stream is not None:
-                    torch.cuda.current_stream().synchronize()
+            if _is_elsewhere(out):
+                with on_device(out):
+                    self._look_up(request, out, columns)
+            else:
+                self._look_up(request, out, columns)
         finally:
             del self._readers[reader]
         return request.found
 
-    @cached_property
-    def _launch(self) -> RepeatedLaunch:
-        from viviane.ops.row_cache.gpu_kernels import find_request_kernel
-        from viviane.ops.triton_parts.launch import RepeatedLaunch
+    def _look_up(self, request: LookupRequest, out: Tensor, columns: Sequence[int]) -> None:
+        """Launch a lookup on the current stream and wait for it."""
+        stream = None if self._stream is None else torch.cuda.current_stream()
+        self._launch(request, out, columns, _now(), stream)
+        if stream is not None:
+            stream.synchronize()
 
-        return RepeatedLaunch(find_request_kernel, num_warps=4)
-
     @cached_property
-    def _constants(self) -> dict[str, int]:
-        return {"words": self._words, "width": 1 << (self._words - 1).bit_length(), "block": _BLOCK}
+    def _launch(self) -> RequestLaunch:
+        from viviane.ops.row_cache.request_launch import RequestLaunch
+
+        index = self._lines, self._keys, self._tables, self._used, self._memory.tensor
+        return RequestLaunch(index, self._words)
 
     def find(self, keys: NDArray[np.int64], out: NDArray[np.uint8], table: int = 0) -> NDArray[np.bool_]:
         """Copy rows to host memory, and return which were there; see `RowCache.find`."""
@@ -522,14 +516,6 @@ def _is_interpreted() -> bool:
 
 def _is_elsewhere(tensor: Tensor) -> bool:
     return tensor.is_cuda and tensor.device.index != torch.cuda.current_device()
-
-
-def _check_output(out: Tensor, rows: int, width: int) -> None:
-    if out.element_size() != 4 or out.dim() != 2 or len(out) != rows or out.shape[1] < width or out.stride(1) != 1:
-        value = f"{out.dtype} {tuple(out.shape)}"
-        raise ConfigError(
-            "the output has another form", value=value, allowed=f"4-byte numbers ({rows}, {width} or more)"
-        )
 
 
 def _check_lookup(keys: Tensor, tables: Tensor, out: Tensor, words: int) -> None:

@@ -34,6 +34,7 @@ class LookupRequest:
         self._keys = torch.empty(capacity, dtype=torch.int64, pin_memory=pinned)
         self._tables = torch.empty(capacity, dtype=torch.int32, pin_memory=pinned)
         self._found = torch.empty(capacity, dtype=torch.uint8, pin_memory=pinned)
+        self.addresses = tuple(one.data_ptr() for one in self.tensors())
         self.reshape(1, capacity)
 
     def reshape(self, features: int, rows: int) -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -84,39 +84,6 @@ def multiprocessors(device: torch.device) -> int:
         132
     """
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
-
-
-class RepeatedLaunch:
-    """Launches one kernel again without Triton's look at each argument, which takes some 15 us a launch.
-
-    Triton compiles a kernel for the types of its arguments, and for which pointers and numbers 16 divides. Of launches
-    with one key the first is Triton's own; later ones run the kernel that it compiled. So whatever of this may change
-    from launch to launch belongs to the key.
-
-    Args:
-        kernel: a function of `triton.jit`; under the interpreter every launch is Triton's own.
-        num_warps: of a program.
-    """
-
-    def __init__(self, kernel: Any, num_warps: int) -> None:
-        self._kernel, self._num_warps = kernel, num_warps
-        self._compiled: dict[Hashable, Any] = {}
-
-    def __call__(self, key: Hashable, programs: int, arguments: Sequence[Any], constants: Mapping[str, int]) -> None:
-        """Launch so many programs on the current device and stream.
-
-        Args:
-            key: see above; the device is part of it where there are several.
-            arguments: by position.
-            constants: the kernel's constants, which follow its arguments, in their order.
-        """
-        compiled = self._compiled.get(key)
-        if compiled is not None:
-            compiled[(programs, 1, 1)](*arguments, *constants.values())
-            return
-        compiled = self._kernel[(programs,)](*arguments, **constants, num_warps=self._num_warps)
-        if compiled is not None:
-            self._compiled[key] = compiled
 
 
 def power_of_two(count: int) -> int:

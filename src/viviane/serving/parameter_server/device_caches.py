@@ -116,8 +116,12 @@ def _lookup_group(asked: Sequence[Asked], out: Tensor) -> None:
     hits = np.count_nonzero(found, axis=1).tolist()
     for i, (one, state) in enumerate(zip(asked, begun, strict=True)):
         skipped = 0 if one.skipped is None else len(one.skipped)
-        _tier(one).fetched(seconds, hits[i], len(out) - skipped - hits[i])
-        _complete(one, found[i], state, out)
+        absent = len(out) - skipped - hits[i]
+        _tier(one).fetched(seconds, hits[i], absent)
+        if absent or not state.is_readable:
+            _complete(one, found[i], state, out)
+        else:
+            one.hierarchy.count_hits(hits[i])
 
 
 def _complete(one: Asked, found: NDArray[np.bool_], begun: Begun, out: Tensor) -> None:

@@ -1,0 +1,104 @@
+"""The launch of a request's lookup, prepared once for each form of request and output.
+
+A lookup takes some tens of microseconds, in which a processor with cold caches runs little of Python: so whatever
+depends on the form alone, and Triton's look at each argument, is done at the first lookup of a form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from viviane.core.errors import ConfigError
+from viviane.ops.row_cache.gpu_kernels import find_request_kernel
+from viviane.ops.row_cache.request import LookupRequest
+from viviane.ops.triton_parts.launch import ceil_div, find_columns, power_of_two
+
+_BLOCK: Final = 16
+_NUM_WARPS: Final = 4
+_MOST_FORMS: Final = 512
+
+
+class _Form(NamedTuple):
+    """What lookups of one form share; addresses and numbers are in the order of the kernel's arguments."""
+
+    run: Callable[..., None]
+    addresses: tuple[int | None, ...]
+    numbers: tuple[int, ...]
+    constants: tuple[int, ...]
+
+
+class RequestLaunch:
+    """Launches `find_request_kernel` over one cache.
+
+    Triton compiles a kernel for the types of its arguments, and for which pointers and numbers 16 divides: the form
+    names all of that. The first lookup of a form is Triton's own launch; later ones run the kernel that it compiled,
+    with addresses for tensors. Under the interpreter every launch is Triton's own.
+
+    Args:
+        index: lines, keys, tables and last uses of places, and their rows.
+        words: of a row, 4 bytes each.
+    """
+
+    def __init__(self, index: Sequence[Tensor], words: int) -> None:
+        self._index, self._words = tuple(index), words
+        self._forms: dict[Hashable, _Form] = {}
+
+    def __call__(
+        self, request: LookupRequest, out: Tensor, columns: Sequence[int], now: int, stream: torch.cuda.Stream | None
+    ) -> None:
+        """Launch a lookup on the current device, on its current stream.
+
+        Args:
+            request, out, columns: see `DeviceRowCache.find_for`.
+            now: the time of use.
+            stream: the current stream; None under the interpreter.
+
+        Raises:
+            ConfigError: the output has another form than the request and its columns need.
+        """
+        address = out.data_ptr()
+        key = request.keys.shape, out.shape, out.stride(), out.dtype, out.device, address % 16, tuple(columns)
+        form = self._forms.get(key)
+        if form is None or stream is None:
+            self._launch_first(key, request, out, now)
+            return
+        form.run(
+            *request.addresses, *form.addresses, address, *form.numbers, now, *form.constants, stream=stream.cuda_stream
+        )
+
+    def _launch_first(self, key: tuple[Any, ...], request: LookupRequest, out: Tensor, now: int) -> None:
+        columns: tuple[int, ...] = key[-1]
+        features, rows = request.keys.shape
+        _check_columns(columns, features)
+        _check_output(out, rows, max(columns) + self._words, self._index[0].device)
+        at = find_columns(columns, out.shape[1], out.device)
+        programs = ceil_div(features * rows, _BLOCK)
+        numbers = features * rows, rows, len(self._index[0]), out.stride(0), at.first, at.step
+        constants = {"aligned": at.aligned, "words": self._words, "width": power_of_two(self._words), "block": _BLOCK}
+        compiled = find_request_kernel[(programs,)](
+            *request.tensors(), at.places, *self._index, out, *numbers, now, **constants, num_warps=_NUM_WARPS
+        )
+        if compiled is None:
+            return
+        if len(self._forms) >= _MOST_FORMS:  # sizes of requests vary; a form is found again within a millisecond
+            self._forms.clear()
+        addresses = tuple(None if one is None else one.data_ptr() for one in (at.places, *self._index))
+        self._forms[key] = _Form(compiled[(programs, 1, 1)], addresses, numbers, tuple(constants.values()))
+
+
+def _check_columns(columns: tuple[int, ...], features: int) -> None:
+    if len(columns) != features or min(columns) < 0:
+        raise ConfigError("columns are not those of the request", value=columns, allowed=f"{features} of 0 and above")
+
+
+def _check_output(out: Tensor, rows: int, width: int, device: torch.device) -> None:
+    is_right = out.element_size() == 4 and out.dim() == 2 and len(out) == rows and out.shape[1] >= width
+    if not is_right or out.stride(1) != 1 or out.device != device:
+        raise ConfigError(
+            "the output has another form", value=f"{out.dtype} {tuple(out.shape)} on {out.device}",
+            allowed=f"4-byte numbers ({rows}, {width} or more) on {device}",
+        )  # fmt: skip
