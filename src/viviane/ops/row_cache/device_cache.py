@@ -5,9 +5,9 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 import numpy as np
@@ -172,14 +172,14 @@ class DeviceRowCache:
         Returns:
             `request.found`, (F, B).
         """
-        from viviane.ops.triton_parts.launch import on_device
-
         if not request.keys.size:
             return request.found
         reader = next(self._last_reader)
         self._readers[reader] = None  # before the launch: places that it may read are kept
         try:
             if _is_elsewhere(out):
+                from viviane.ops.triton_parts.launch import on_device
+
                 with on_device(out):
                     self._look_up(request, out, columns)
             else:
@@ -190,10 +190,17 @@ class DeviceRowCache:
 
     def _look_up(self, request: LookupRequest, out: Tensor, columns: Sequence[int]) -> None:
         """Launch a lookup on the current stream and wait for it."""
-        stream = None if self._stream is None else torch.cuda.current_stream()
+        stream = self._current_stream()
         self._launch(request, out, columns, _now(), stream)
         if stream is not None:
             stream.synchronize()
+
+    @cached_property
+    def _current_stream(self) -> Callable[[], torch.cuda.Stream | None]:
+        from viviane.ops.triton_parts.launch import current_stream
+
+        index = self._lines.device.index
+        return (lambda: None) if self._stream is None else partial(current_stream, index)
 
     @cached_property
     def _launch(self) -> RequestLaunch:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from triton.runtime import driver
 
 from viviane.ops.capture import refuse_capture
 
@@ -59,6 +60,21 @@ def on_device(tensor: Tensor) -> AbstractContextManager[object]:
         ...     pass
     """
     return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
+
+
+def current_stream(device: int) -> torch.cuda.Stream:
+    """Return the current stream of a GPU in 1 us; `torch.cuda.current_stream` takes 5, and 15 with cold caches.
+
+    Example:
+        >>> current_stream(0).synchronize()  # doctest: +SKIP
+    """
+    return _stream_of(driver.active.get_current_stream(device), device)
+
+
+@lru_cache(256)
+def _stream_of(handle: int, device: int) -> torch.cuda.Stream:
+    """Return the current stream, which has this handle: one handle is one stream for as long as it lives."""
+    return torch.cuda.current_stream(device)
 
 
 @cache
