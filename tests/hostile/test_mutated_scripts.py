@@ -174,6 +174,7 @@ def test_names_that_the_script_lacks_itself_stay_its_own_errors(tmp_path: Path) 
 
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # an alarm came in a compiler's callback
 def test_many_mutated_scripts(tmp_path: Path) -> None:
     found = fuzz(programs(), run_script, tmp_path, SLOW_CASES, random.SystemRandom().randrange(1 << 40))
     tell("mutated scripts", found)
