@@ -177,10 +177,11 @@ def read_keys(
     """
     if not isinstance(batch, Batch | Mapping):
         batch = _from_jagged(batch, features)
-    known = batch.layout.one_hot_index.keys() | batch.bags.keys() if isinstance(batch, Batch) else batch.keys()
+    known = (batch.layout.one_hot_index, batch.bags) if isinstance(batch, Batch) else (batch,)
     for name in features:
-        if name not in known:
-            raise DataError("the batch lacks a feature", value=name, fix=suggest(name, known))
+        if not any(name in part for part in known):
+            fix = suggest(name, [own for part in known for own in part])
+            raise DataError("the batch lacks a feature", value=name, fix=fix)
     if isinstance(batch, Batch):
         return _keys_of_batch(batch, features, device, violations)
     singles: dict[str, Tensor] = {}

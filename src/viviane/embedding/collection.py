@@ -118,7 +118,9 @@ class EmbeddingCollection(LocalCollection):
         self._places = place_features(features, self.tables)
         self._width = max(place.stop for place in self._places.values())
         self.storages = nn.ModuleList(make_storages(tables, optimizer, resolve_device(str(device)), seed, cache))
-        self._storage_of = {name: i for i, s in enumerate(self.storages) for name in s.tables}  # type: ignore[union-attr]
+        self._storages: tuple[TableStorage, ...] = tuple(self.storages)  # type: ignore[arg-type]
+        """The same; modules look their attributes up slowly, and these are asked for several times a step."""
+        self._storage_of = {name: i for i, one in enumerate(self._storages) for name in one.tables}
         self._frozen = frozenset(table.name for table in tables if not table.trainable)
         self._violations = Violations()
         self._memory = Buffers(checked_dtype(output_dtype))
@@ -134,9 +136,7 @@ class EmbeddingCollection(LocalCollection):
     @property
     def device(self) -> torch.device:
         """Where the tables are."""
-        first = next(iter(self.storages))  # asked for at every lookup: no list of all storages is made
-        device: torch.device = first.weight.device  # type: ignore[assignment]
-        return device
+        return self._storages[0].weight.device
 
     @property
     def width(self) -> int:
@@ -145,7 +145,7 @@ class EmbeddingCollection(LocalCollection):
 
     def _storage(self, table: str) -> TableStorage:
         try:
-            return self.all_storages()[self._storage_of[table]]
+            return self._storages[self._storage_of[table]]
         except KeyError:
             raise ConfigError("no such table in the collection", value=table, fix=suggest(table, self.tables)) from None
 
@@ -155,11 +155,11 @@ class EmbeddingCollection(LocalCollection):
 
     def all_storages(self) -> list[TableStorage]:
         """Return the storages: one for each width and type, one for each dynamic table."""
-        return list(self.storages)  # type: ignore[arg-type]
+        return list(self._storages)
 
     def fixed_storages(self) -> list[Storage]:
         """Return the storages of tables of fixed size: the first ones of `all_storages`."""
-        return [storage for storage in self.storages if isinstance(storage, Storage)]
+        return [storage for storage in self._storages if isinstance(storage, Storage)]
 
     def dynamic_table(self, table: str) -> DynamicTable:
         """Return a dynamic table, to find, export, erase, ... its keys.
@@ -245,7 +245,6 @@ class EmbeddingCollection(LocalCollection):
         _, [part], _ = self.resolve(batch, training=False)
         return TableRows(part.weight, part.rows, autocast_buffers(self._memory, self._width, self.device).dtype)
 
-    @torch.no_grad()
     def look_up_apart(self, batch: AnyKeys) -> tuple[Tensor, Handover | None]:
         """Look a batch up in training without autograd: its two passes through the engine cost more than small lookups.
 
@@ -423,12 +422,11 @@ class EmbeddingCollection(LocalCollection):
             compiled_call(self._number, "check")
             return
         self._violations.check()
-        for storage in self.all_storages():
+        for storage in self._storages:
             storage.check()
 
     # Update -------------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
     def step(
         self,
         lr: float | Tensor,
@@ -460,8 +458,10 @@ class EmbeddingCollection(LocalCollection):
         self, lr: float | Tensor, scale: float | Tensor, factor: float | Tensor, gate: Tensor | None
     ) -> Callable[[], None]:
         """Do what `step` does, without its check; call what is returned: it waits for updates that run concurrently."""
-        storages, name = self.all_storages(), f"update {self._number}"
-        return begin_updates(storages, self.device, name, lambda one: one.step(lr, factor, scale, gate))
+        device = self.device
+        return begin_updates(
+            self._storages, device, f"update {self._number}", lambda one: one.step(lr, factor, scale, gate)
+        )
 
     def key_records(self) -> list[Tensor]:
         """Return the records, (3,), int64, that recorded lookups write: the first number is 0 until a key is wrong."""

@@ -19,8 +19,8 @@ from viviane.core.errors import ConfigError, DataError
 from viviane.embedding.collection import EmbeddingCollection
 from viviane.embedding.config import FeatureConfig, NormalInit, RowType, TableConfig
 from viviane.embedding.entry_pooling import pool_entries, scale_gradient_by_frequency
-from viviane.embedding.state import TableState
-from viviane.embedding.storage import Storage, check_content
+from viviane.embedding.state import TableState, check_content
+from viviane.embedding.storage import Storage
 
 _NAME = "bag"
 _ROW_TYPES: Mapping[torch.dtype, RowType] = {

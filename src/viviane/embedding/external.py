@@ -224,6 +224,7 @@ class KeyColumns:
         self.roots = frozenset(roots)
         self.num_columns = len(self.one_hot) + sum(self.bags.values())
         self._layout = Layout((), (), self.one_hot, tuple(self.bags))
+        self._nothing = torch.empty(0, 0)
 
     @property
     def order(self) -> tuple[str, ...]:
@@ -242,15 +243,18 @@ class KeyColumns:
         """
         if keys.dim() != 2 or keys.shape[1] != self.num_columns:
             raise DataError("keys are (B, K)", value=tuple(keys.shape), allowed=f"(B, {self.num_columns})")
+        nothing = self._nothing
+        if len(nothing) != len(keys):  # batches of one size follow one another
+            nothing = self._nothing = torch.empty(len(keys), 0)
+        if not self.bags:
+            return Batch(self._layout, nothing, nothing, keys.contiguous())
         start = len(self.one_hot)
         bags = {}
         for name, length in self.bags.items():
             own = None if weights is None else weights[:, start : start + length]
             bags[name] = self._bag(name, keys[:, start : start + length], own)
             start += length
-        one_hot = keys if not self.bags else keys[:, : len(self.one_hot)]
-        nothing = torch.empty(len(keys), 0)
-        return Batch(self._layout, nothing, nothing, one_hot.contiguous(), bags)
+        return Batch(self._layout, nothing, nothing, keys[:, : len(self.one_hot)].contiguous(), bags)
 
     def _bag(self, name: str, keys: Tensor, weights: Tensor | None) -> Bag:
         size, length = keys.shape

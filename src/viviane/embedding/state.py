@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from viviane.config.optimizers import AnyOptimizer
+from viviane.core.errors import CheckpointError
 from viviane.embedding.config import TableConfig
 from viviane.embedding.dynamic_config import DynamicTableConfig
 from viviane.ops.row_update import state_row_bytes
@@ -78,3 +79,19 @@ def summarize(
         num_rows * state_row_bytes(rule, table.dim),
         dynamic,
     )
+
+
+def check_content(table: str, own: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
+    """Refuse rows and state of a table whose names or shapes differ from its own.
+
+    Raises:
+        CheckpointError: they do.
+    """
+    if own.keys() != given.keys():
+        raise CheckpointError(
+            "another optimizer's state", where=f"table {table!r}", value=", ".join(given), allowed=", ".join(own)
+        )
+    for name, part in given.items():
+        if part.shape != own[name].shape:
+            where, allowed = f"table {table!r}, {name}", str(tuple(own[name].shape))
+            raise CheckpointError("the shape differs", where=where, value=tuple(part.shape), allowed=allowed)

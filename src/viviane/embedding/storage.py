@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from viviane.config.optimizers import AnyOptimizer
-from viviane.core.errors import CheckpointError, ConfigError
+from viviane.core.errors import ConfigError
 from viviane.core.seeds import derive_seed
 from viviane.embedding.changed_marks import ChangedMarks
 from viviane.embedding.config import TableConfig
@@ -24,7 +24,7 @@ from viviane.embedding.initializers import fill_initial
 from viviane.embedding.prepared import Prepared, prepare_entries
 from viviane.embedding.row_mean import RowMean
 from viviane.embedding.row_snapshot import RowSnapshot
-from viviane.embedding.state import TableState
+from viviane.embedding.state import TableState, check_content
 from viviane.embedding.step_counters import StepCounters
 from viviane.embedding.table_storage import (
     MANY_WAITING,
@@ -370,10 +370,14 @@ class Storage(TableStorage):
 
     def _entries(self) -> Entries:
         """Return all entries that wait; the same tensors again for a norm and the step, whose rows are sorted once."""
-        if self._all is None:
-            joined = self._joined()  # a CPU does not sort, and needs no bound
-            self._all = replace(joined, bound=self.null_row + ZERO_ROWS) if self.weight.is_cuda else joined
-        return self._all
+        if self._all is not None:
+            return self._all
+        joined = self._joined()
+        if self.weight.is_cuda:  # a CPU does not sort, and needs no bound
+            self._all = joined = replace(joined, bound=self.null_row + ZERO_ROWS)
+        elif len(self._pending) > 1:  # to keep a single one takes longer than to join it again
+            self._all = joined
+        return joined
 
     @serialized
     def settle_rows(self) -> None:
@@ -531,9 +535,11 @@ class Storage(TableStorage):
         """Return the row ids that seed stochastic rounding (None: the positions), and the first one."""
         return None, start
 
-    def _updating(self, rows: Tensor) -> ExitStack:
+    def _updating(self, rows: Tensor) -> AbstractContextManager[Any]:
         if self.changed is not None:
             self.changed.mark(rows)
+        if not self.snapshots:
+            return nullcontext()
         stack = ExitStack()
         for index, snapshot in self.snapshots.items():
             one = self.rule_ranges[index]
@@ -582,19 +588,3 @@ class Storage(TableStorage):
         self._scratch = Scratch()
         self.steps.release()
         return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-
-
-def check_content(table: str, own: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
-    """Refuse rows and state of a table whose names or shapes differ from its own.
-
-    Raises:
-        CheckpointError: they do.
-    """
-    if own.keys() != given.keys():
-        raise CheckpointError(
-            "another optimizer's state", where=f"table {table!r}", value=", ".join(given), allowed=", ".join(own)
-        )
-    for name, part in given.items():
-        if part.shape != own[name].shape:
-            where, allowed = f"table {table!r}, {name}", str(tuple(own[name].shape))
-            raise CheckpointError("the shape differs", where=where, value=tuple(part.shape), allowed=allowed)

@@ -13,6 +13,7 @@ from torch import Tensor
 from viviane.core.errors import DataError
 
 _AS_THEY_ARE: Final = (torch.int32, torch.int64)
+_OF_THIS_MACHINE: Final = (np.dtype(np.int32), np.dtype(np.int64))
 _SHORT: Final = (torch.int8, torch.int16, torch.uint8, torch.uint16)
 _FLOATS: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _TYPES: Final = "integers, or floats that are whole and small enough to be exact"
@@ -71,6 +72,8 @@ def array_keys(array: Any, where: str) -> Tensor:
         >>> array_keys(np.array([[1, 2]], np.uint32), "feature 'item'")
         tensor([[1, 2]])
     """
+    if type(array) is np.ndarray and array.dtype in _OF_THIS_MACHINE and array.flags.carray:
+        return torch.from_numpy(array)  # what follows would return the same, later than a small lookup takes
     if isinstance(array, Tensor):
         return whole_keys(array.detach(), where).cpu()
     try:

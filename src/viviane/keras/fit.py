@@ -53,14 +53,18 @@ class FastTrainer:
         for layer in self.layers:
             if layer.rule.rate is None:
                 layer.follow(model.optimizer)
-        self._sources = [keras.tree.flatten(layer.input) for layer in self.layers]
+        sources = [keras.tree.flatten(layer.input) for layer in self.layers]
         inputs = list(keras.tree.flatten(model.inputs))
-        self._places = {id(tensor): i for i, tensor in enumerate(inputs)}
-        computed = [one for own in self._sources for one in own if id(one) not in self._places]
+        self._num_inputs = len(inputs)
+        places = {id(tensor): i for i, tensor in enumerate(inputs)}
+        computed = [one for own in sources for one in own if id(one) not in places]
         self._keys_model = keras.Model(inputs, computed) if computed else None
-        self._computed = {id(one): i for i, one in enumerate(computed)}
-        self._outputs = [keras.tree.flatten(layer.output) for layer in self.layers]
-        rows = [one for own in self._outputs for one in own]
+        places |= {id(one): len(inputs) + i for i, one in enumerate(computed)}
+        self._places = [[places[id(one)] for one in own] for own in sources]
+        """By layer, where its keys are among the model's inputs and, behind those, what is computed from them."""
+        outputs = [keras.tree.flatten(layer.output) for layer in self.layers]
+        self._num_outputs = [len(own) for own in outputs]
+        rows = [one for own in outputs for one in own]
         self.rest = keras.Model([*inputs, *rows], model.outputs)
         if not model.optimizer.built:
             model.optimizer.build(model.trainable_variables)
@@ -76,13 +80,11 @@ class FastTrainer:
     def step(self, x: Any, y: Any, sample_weight: Any = None) -> dict[str, Any]:
         """Train on a batch; metrics are of the backend's own type. `sync` puts the weights into the model."""
         inputs = self._inputs(x)
-        found = self._computed_keys(inputs)
-        rows, numbers = [], []
-        for layer, sources in zip(self.layers, self._sources, strict=True):
-            keys = [
-                inputs[self._places[id(one)]] if id(one) in self._places else found[self._computed[id(one)]]
-                for one in sources
-            ]
+        whole = inputs if self._keys_model is None else [*inputs, *self._computed_keys(inputs)]
+        rows: list[Any] = []
+        numbers = []
+        for layer, places in zip(self.layers, self._places, strict=True):
+            keys = [whole[place] for place in places]
             number, flat = layer.lookups.begin(layer.key_batch(keys))
             numbers.append(number)
             rows += layer.split_rows(flat, keys)
@@ -92,9 +94,11 @@ class FastTrainer:
             for layer in self.layers:
                 layer.lookups.discard()
             raise
-        for layer, number, outputs, rate in zip(self.layers, numbers, self._outputs, rates, strict=True):
-            own = [gradients.pop(0) for _ in outputs]
+        start = 0
+        for layer, number, count, rate in zip(self.layers, numbers, self._num_outputs, rates, strict=True):
+            own = gradients[start : start + count]
             layer.lookups.end(number, layer.join_rows(own), rate, 1.0 / scale)
+            start += count
         return logs  # type: ignore[no-any-return]
 
     def sync(self) -> None:
@@ -106,21 +110,20 @@ class FastTrainer:
         self._steps.refresh()
 
     def _inputs(self, x: Any) -> list[Any]:
-        wanted = self.model.input
         if isinstance(x, dict):
+            wanted = self.model.input
             names = list(wanted) if isinstance(wanted, dict) else [one.name for one in keras.tree.flatten(wanted)]
             missing = [name for name in names if name not in x]
             if missing:
                 raise ConfigError("the data lack an input", value=", ".join(missing), allowed=", ".join(map(str, x)))
             x = {name: x[name] for name in names} if isinstance(wanted, dict) else [x[name] for name in names]
-        flat = keras.tree.flatten(x)
-        if len(flat) != len(self._places):
-            raise ConfigError("inputs are not the model's", value=len(flat), allowed=str(len(self._places)))
-        return list(flat)
+        flat = list(keras.tree.flatten(x))
+        if len(flat) != self._num_inputs:
+            raise ConfigError("inputs are not the model's", value=len(flat), allowed=str(self._num_inputs))
+        return flat
 
     def _computed_keys(self, inputs: Sequence[Any]) -> list[Any]:
-        if self._keys_model is None:
-            return []
+        assert self._keys_model is not None
         for tensor, one in zip(keras.tree.flatten(self.model.inputs), inputs, strict=True):
             refuse_cut(one, f"input {tensor.name!r}")
         given = [keras.ops.convert_to_tensor(one) for one in inputs]
