@@ -18,6 +18,7 @@ from viviane.embedding import DynamicTableConfig, FeatureConfig, TableCollection
 from viviane.embedding.dynamic_config import AnyTable
 from viviane.embedding.external import KeyColumns
 from viviane.embedding.whole_keys import array_keys
+from viviane.keras.backends import backend_of
 from viviane.keras.keys import checked_keys, host_keys, key_type
 from viviane.keras.layer import Held, TableLayer
 from viviane.keras.optimizers import Rule, for_dynamic, load_optimizer, save_optimizer
@@ -125,12 +126,9 @@ class DistributedEmbedding(TableLayer):
             None if given is None else keras.ops.concatenate([self._weights(given, n, widths[n]) for n in ordered], 1)
         )
         flat = self.look_up(matrix, scales, training)
-        found, start = {}, 0
         dims = {one.name: one.table.dim for one in self.features}
-        for name in ordered:
-            found[name] = flat[:, start : start + dims[name]]
-            start += dims[name]
-        return self._structured(found)
+        found = backend_of().split(flat, [dims[name] for name in ordered])
+        return self._structured(dict(zip(ordered, found, strict=True)))
 
     def keys_of_arrays(self, inputs: Any) -> Any:
         """Return the keys of each feature that are arrays as tensors of Keras' backend."""

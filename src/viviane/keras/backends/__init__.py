@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from functools import cache
 from importlib import import_module
@@ -22,6 +23,9 @@ class Backend(Protocol):
 
     def whole_keys(self, keys: Any, where: str) -> Any:
         """Return floats or unsigned numbers as int32 or int64, checked; by a call of the host in compiled code."""
+
+    def split(self, flat: Any, widths: Sequence[int]) -> Sequence[Any]:
+        """Split (B, W) by columns so that backward joins the gradients; that of a slice would be as wide as (B, W)."""
 
     def eagerly(self) -> AbstractContextManager[Any]:
         """Compute at once for a block, even where the framework is tracing."""

@@ -5,8 +5,10 @@ Shapes: B rows of the batch, K keys of a row, W columns of the output.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from functools import cache
+from itertools import accumulate
 from typing import Any
 
 import keras
@@ -35,6 +37,11 @@ def table_device() -> str:
 def eagerly() -> AbstractContextManager[Any]:
     """Compute at once for a block, even where JAX is tracing."""
     return _jax().ensure_compile_time_eval()  # type: ignore[no-any-return]
+
+
+def split(flat: Any, widths: Sequence[int]) -> Sequence[Any]:
+    """Split (B, W) by columns."""
+    return _jax().numpy.split(flat, list(accumulate(widths))[:-1], 1)  # type: ignore[no-any-return]
 
 
 def whole_keys(keys: Any, where: str) -> Any:

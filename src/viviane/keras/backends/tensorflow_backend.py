@@ -5,6 +5,7 @@ Shapes: B rows of the batch, K keys of a row, W columns of the output.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -53,6 +54,11 @@ def to_tensorflow(tensor: Tensor) -> Any:
         start = (-aligned.data_ptr() % 64) // plain.element_size()
         plain = aligned[start : start + plain.numel()].view(plain.shape).copy_(plain)
     return dlpack.from_dlpack(plain.__dlpack__())
+
+
+def split(flat: Any, widths: Sequence[int]) -> Sequence[Any]:
+    """Split (B, W) by columns."""
+    return _tensorflow().split(flat, list(widths), 1)  # type: ignore[no-any-return]
 
 
 def _inside_xla(tf: Any) -> bool:

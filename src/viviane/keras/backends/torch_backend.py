@@ -5,6 +5,7 @@ Shapes: B rows of the batch, K keys of a row, W columns of the output.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -28,6 +29,11 @@ def table_device() -> str:
 def eagerly() -> AbstractContextManager[Any]:
     """Compute on the CPU for a block, even where Keras traces on the device "meta"."""
     return keras.device("cpu")  # type: ignore[no-any-return]
+
+
+def split(flat: Tensor, widths: Sequence[int]) -> Sequence[Tensor]:
+    """Split (B, W) by columns; `keras.ops.split` would slice."""
+    return torch.split(flat, list(widths), 1)
 
 
 @torch.compiler.disable
