@@ -20,6 +20,7 @@ from viviane.embedding import EmbeddingCollection, FeatureConfig, TableConfig, U
 BACKEND = keras.backend.backend()
 GOAL = {"torch": 20.0, "jax": 80.0, "tensorflow": 400.0}
 FAST_GOAL = 30.0
+STEP_GOAL = {("tensorflow", "stock"): 10.0, ("jax", "keras-rs"): 2.0, ("torch", "keras-rs"): 100.0}
 
 
 def model_of(kind: str, rows: int, dim: int, features: int) -> keras.Model:
@@ -212,17 +213,19 @@ def main() -> None:
         print(kind, found[kind], flush=True)
         keras.backend.clear_session()
         del model
-    for form in ("viviane", "fast"):
-        if form not in found:
-            continue
-        for peer in ("stock", "keras-rs"):
-            if peer in found:
-                name = f"Keras {keras.__version__}" if peer == "stock" else "keras-rs 0.4.0"
+    shape = {"tables": features, "rows": rows, "dim": dim, "batch": size}
+    for form, name in (("viviane", "layer form"), ("fast", "fast form")):
+        for peer, title in (("stock", f"Keras {keras.__version__}"), ("keras-rs", "keras-rs 0.4.0")):
+            if form in found and peer in found:
+                ours, own = found[form][0], found[peer][0]
+                case = f"{BACKEND}, {name}, SGD" + (", stock layer" if peer == "stock" else "")
                 record(
-                    bench="keras_layers", case=f"{BACKEND}, {'layer' if form == 'viviane' else 'fast'} form, SGD",
-                    metric="step", value=found[form][0], unit="ms", better="lower", peer=name,
-                    peer_value=found[peer][0], spread=found[form][1],
-                    shape={"tables": features, "rows": rows, "dim": dim, "batch": size},
+                    bench="keras_layers", case=case, metric="step", value=ours, unit="ms", better="lower", peer=title,
+                    peer_value=own, spread=found[form][1], shape=shape,
+                )  # fmt: skip
+                record(
+                    bench="keras_layers", case=case, metric=f"step, times as fast as {title}", value=own / ours,
+                    unit="x", better="higher", goal=STEP_GOAL.get((BACKEND, peer)), shape=shape,
                 )  # fmt: skip
 
 
