@@ -13,6 +13,7 @@ from typing import Any, Final
 import torch
 
 from viviane.compat.hugectr.arguments import say
+from viviane.compat.hugectr.enums import Layer_t
 from viviane.compat.hugectr.onnx_converter import convert
 from viviane.compat.hugectr.parameter_server import HPS
 from viviane.compat.hugectr.processes import group, is_first, wait_for_all
@@ -193,9 +194,11 @@ _HANDLERS: Final = {
 
 def _hugectr2onnx() -> dict[str, ModuleType]:
     package, converter = ModuleType("hugectr2onnx"), ModuleType("hugectr2onnx.converter")
+    loader = ModuleType("hugectr2onnx.hugectr_loader")
     vars(converter).update(convert=convert)
-    vars(package).update(converter=converter, __path__=[])
-    return {one.__name__: one for one in (package, converter)}
+    vars(loader).update(ONNX_LAYER_TYPES=set(Layer_t.__members__), EXEMPTION_LAYER_TYPES=set())
+    vars(package).update(converter=converter, hugectr_loader=loader, __path__=[])
+    return {one.__name__: one for one in (package, converter, loader)}
 
 
 _ANSWERED: Final[dict[str, Callable[[], dict[str, ModuleType]]]] = {

@@ -44,7 +44,7 @@ def convert(
 ) -> None:
     """Write a trained model as ONNX.
 
-    Inputs are those of HugeCTR: dense, (B, D), float32; with `convert_embedding` the keys of each sparse input,
+    Inputs are those of HugeCTR: dense, (B, D), float32, also where D is 0; with `convert_embedding` the keys of each sparse input,
     (B, S, N), int64, else the vectors of each embedding, (B, S, width), float32. Unknown keys yield zeros. The
     outputs are the labels, (B, label_dim). A mean divides by N, as in HugeCTR's converter.
 
@@ -93,10 +93,7 @@ class _Converted(Program):
         inner = freeze(
             whole.module, whole.trainer.objective, whole.schema, kernels=False, dense_only=not with_tables, frozen={}
         )
-        inputs: list[ProgramInput] = []
-        if given.dense_dim:
-            inputs.append(ProgramInput(name=given.dense_name, kind="dense", dtype="float32",
-                                       shape=(BATCH, given.dense_dim)))  # fmt: skip
+        inputs = [ProgramInput(name=given.dense_name, kind="dense", dtype="float32", shape=(BATCH, given.dense_dim))]
         if with_tables:
             self.groups = _groups(model)
             inputs += [
