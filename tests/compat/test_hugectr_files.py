@@ -215,3 +215,28 @@ def test_a_parameter_server_answers_exactly(tmp_path: Path) -> None:
         found.lookup([1], "n", 0)
     with pytest.raises(CheckpointError, match="do not match"):
         server(tmp_path, embedding_vecsize_per_table=[3])
+
+
+def test_capsules_of_dlpack_can_be_read_after_the_lookup(tmp_path: Path) -> None:
+    """torch's from_dlpack uses a capsule up, HugeCTR leaves it to the script, which reads the vectors from it."""
+    found, pack = server(tmp_path), torch.utils.dlpack.to_dlpack
+    keys, out = pack(torch.tensor([0, 2**40])), pack(torch.zeros(1, 4))
+    for _ in range(2):
+        found.lookup_fromdlpack(keys, out, "m", 0)
+    assert torch.utils.dlpack.from_dlpack(keys).tolist() == [0, 2**40]
+    assert torch.utils.dlpack.from_dlpack(out).tolist() == [[4, 5, 2, 3]]
+    values = np.zeros((2, 2), np.float32)  # what has __dlpack__ is taken, too
+    found.lookup_fromdlpack(np.array([7, 0]), values, "m", 0)
+    assert values.tolist() == [[0, 1], [4, 5]]
+
+
+def test_wrong_capsules_of_dlpack_are_refused(tmp_path: Path) -> None:
+    found, pack = server(tmp_path), torch.utils.dlpack.to_dlpack
+    used = pack(torch.zeros(4))
+    torch.utils.dlpack.from_dlpack(used)
+    for wrong in (used, 3, None, "x"):
+        with pytest.raises(ConfigError, match="lookup_fromdlpack, output"):
+            found.lookup_fromdlpack(pack(torch.tensor([0, 1])), wrong, "m", 0)
+    for wrong in (torch.zeros(3), torch.zeros(4, dtype=torch.float64), torch.zeros(4, 2)[:, 0]):
+        with pytest.raises(ConfigError, match="does not fit the vectors"):
+            found.lookup_fromdlpack(pack(torch.tensor([0, 1])), pack(wrong), "m", 0)

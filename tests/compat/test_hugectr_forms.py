@@ -171,3 +171,9 @@ def test_a_plan_places_tables_on_as_many_processes_as_it_has_gpus() -> None:
     assert plan_of([collection], slots, 3, has_others=True) is None
     partial, slots = sharded([["rows"], ["rows"]], [("mp", ["rows"])])
     assert plan_of([partial], slots, 2, has_others=False) is None  # it says nothing of the other tables
+
+
+def test_local_paths_of_more_nodes_than_there_are_processes_are_taken() -> None:
+    """A script for two nodes runs in one process, as its vvgpu does."""
+    assert h.CreateMOS([h.TrainPSType_t.Cached], ["a"], ["node0", "node1"]).folder == "node0"
+    assert h.CreateETC([h.TrainPSType_t.Cached], ["a"], ["one"]).folder == "one"

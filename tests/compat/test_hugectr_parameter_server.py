@@ -244,6 +244,19 @@ def test_redis_has_rows_of_these_files_and_room_for_some(cluster: Any, tables: P
         assert tier.num_rows() <= 40
 
 
+def test_numbers_of_a_model_may_be_texts_as_for_tritons_backend(tables: Path) -> None:
+    texts = {
+        "num_of_worker_buffer_in_pool": "6", "deployed_device_list": ["0", "3"], "max_batch_size": "1",
+        "mixed_precision": True, "i64_input_key": False, "default_value_for_each_table": ["0.5", "0.0"],
+        "hit_rate_threshold": "1.1", "gpucacheper": "0.1", "gpucache": "true", "embedding_vecsize_per_table": ["4", "3"],
+    }  # fmt: skip
+    with HPS(write(tables, model=texts)) as server:
+        assert (server.lookup([1, 2], "m", 0) == 0.5).all()
+    for wrong in ({"gpucache": "maybe"}, {"gpucacheper": "much"}, {"default_value_for_each_table": ["x", "0"]}):
+        with pytest.raises(ConfigError, match="wrong type"):
+            HPS(write(tables, model=wrong))
+
+
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "from-hps.md"
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+import ctypes
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Final, Self
 
 import numpy as np
 import torch
@@ -28,7 +30,7 @@ class HPS:
     """Looks keys up in the tables of several models: cache, volatile database, persistent database, the files below.
 
     With `hit_rate_threshold` below 1 keys that the cache has not may read the default value and are fetched beside
-    the call, as in HugeCTR; at 1 every answer is exact.
+    the call, as in HugeCTR; from 1 on every answer is exact.
 
     Args:
         config: a ParameterServerConfig, or the path of a parameter server's JSON.
@@ -64,7 +66,7 @@ class HPS:
             name = f"{model.model_name}.{model.names[i]}"
             default = np.full(base.layout["weight"].width, params.default_of(i), np.float32).view(np.uint8)
             # Without a cache of its own HugeCTR reads the databases directly, whatever the hit rate is.
-            threshold = model.hit_rate_threshold if model.use_gpu_embedding_cache else 1.0
+            threshold = min(model.hit_rate_threshold, 1.0) if model.use_gpu_embedding_cache else 1.0
             table = TableHierarchy(
                 name, base.layout, self._maker.levels(name, base, model, databases), default=_constant(default),
                 mover=self._mover, hit_rate_threshold=threshold,
@@ -121,10 +123,18 @@ class HPS:
         return found
 
     def lookup_fromdlpack(self, keys: Any, output: Any, model_name: str, table_id: int, device_id: int = 0) -> None:
-        """Look keys up, and write their vectors into a tensor; both are DLPack capsules."""
-        given, out = from_dlpack(keys), from_dlpack(output)
-        found = self.lookup(given.cpu().numpy(), model_name, table_id)
-        out.view(-1).copy_(torch.from_numpy(found).view(-1))
+        """Look keys up, and write their vectors into a tensor; both are DLPack capsules, which stay unused.
+
+        Raises:
+            ConfigError: an argument is no capsule of a tensor, or the tensor has another size or type.
+        """
+        with _borrowed(keys, "keys") as given, _borrowed(output, "output") as out:
+            found = torch.from_numpy(self.lookup(given.cpu().numpy(), model_name, table_id))
+            if out.dtype is not torch.float32 or out.numel() != found.numel() or not out.is_contiguous():
+                raise ConfigError("the output does not fit the vectors", where="lookup_fromdlpack, output",
+                                  value=f"{tuple(out.shape)} of {out.dtype}",
+                                  allowed=f"{found.numel()} contiguous numbers of torch.float32")  # fmt: skip
+            out.view(-1).copy_(found.view(-1))
 
     def status(self) -> dict[str, list[dict[str, Any]]]:
         """Return by model what its tables and their tiers have done."""
@@ -139,6 +149,34 @@ class HPS:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+_MANAGED_BYTES: Final = 64
+_DELETER_BYTES: Final = 8
+"""Sizes of DLPack's struct DLManagedTensor, and of its last field, the function that frees the tensor."""
+
+
+@contextmanager
+def _borrowed(capsule: Any, argument: str) -> Iterator[torch.Tensor]:
+    """Return the tensor of a DLPack capsule for a block, and leave the capsule to its owner.
+
+    torch's from_dlpack takes the tensor out of the capsule, while HugeCTR's scripts read it from there afterwards.
+    """
+    name, get, new = b"dltensor", ctypes.pythonapi.PyCapsule_GetPointer, ctypes.pythonapi.PyCapsule_New
+    if type(capsule).__name__ == "PyCapsule" and ctypes.pythonapi.PyCapsule_IsValid(ctypes.py_object(capsule), name):
+        get.restype, new.restype = ctypes.c_void_p, ctypes.py_object
+        address = get(ctypes.py_object(capsule), name)
+        known = ctypes.string_at(address, _MANAGED_BYTES - _DELETER_BYTES)
+        copied = ctypes.create_string_buffer(known, _MANAGED_BYTES)  # its deleter is null
+        yield from_dlpack(new(ctypes.c_void_p(ctypes.addressof(copied)), name, None))
+        return
+    try:
+        tensor = from_dlpack(capsule)
+    except Exception as error:
+        raise ConfigError("not a DLPack capsule of a tensor, or one that is used", value=type(capsule).__name__,
+                          where=f"lookup_fromdlpack, {argument}", fix="torch.utils.dlpack.to_dlpack(tensor)"
+                          ) from error  # fmt: skip
+    yield tensor
 
 
 def _fill(table: TableHierarchy, databases: Databases) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from viviane.compat.hugectr.argument_types import typed_methods
-from viviane.compat.hugectr.arguments import Arguments, Signature
+from viviane.compat.hugectr.arguments import Arguments, Signature, note
 from viviane.compat.hugectr.columns import Columns
 from viviane.compat.hugectr.files import load_sparse, sparse_embeddings, write_folder
 from viviane.compat.hugectr.pass_memory import keys_of_slots
@@ -85,13 +85,15 @@ class MosParams(Arguments):
 
 
 def _folder_of_process(paths: Sequence[str]) -> str:
-    """Return the path of this process: there is one for each, or one for all."""
+    """Return the path of this process: there is one for each, or one for all; with fewer processes some are unused."""
     if not paths:
         return ""
     rank = group().rank
-    if len(paths) not in (1, group().size):
+    if 1 < len(paths) < group().size:
         raise ConfigError("there must be one local path per process", where="local_paths", value=len(paths),
-                          allowed=f"1 or {group().size}")  # fmt: skip
+                          allowed=f"1, or at least {group().size}")  # fmt: skip
+    if len(paths) > group().size:
+        note("local_paths", f"those beyond the number of processes, {group().size}")
     return str(paths[min(rank, len(paths) - 1)])
 
 

@@ -78,9 +78,10 @@ _SPEED: Final = frozenset({
     "maxnum_catfeature_query_per_table_per_sample", "label_dim", "slot_num", "use_static_table", "use_context_stream",
     "fuse_embedding_table", "use_hctr_cache_implementation", "thread_pool_size", "init_ec", "embedding_cache_type",
     "enable_pagelock", "fp8_quant", "cache_refresh_percentage_per_iteration", "number_of_worker_buffers_in_pool",
-    "number_of_refresh_buffers_in_pool", "deployed_devices", "network_file",
+    "number_of_refresh_buffers_in_pool", "deployed_devices", "network_file", "i64_input_key",
 })  # fmt: skip
-"""Arguments of a model in JSON that affect only speed: caches receive updates, so they need no refresh."""
+"""Arguments of a model in JSON that affect only speed or nothing: caches receive updates, so they need no refresh, and
+supportlonglong states the width of keys."""
 
 
 _OF_3_1: Final = ("db_type", "redis_ip", "rocksdb_path", "cache_size_percentage_redis")
@@ -141,7 +142,7 @@ _OF_JSON: Final = {
     "model": "model_name", "sparse_files": "sparse_model_files", "dense_file": "dense_model_file",
     "max_batch_size": "max_batchsize", "gpucacheper": "cache_size_percentage", "gpucache": "use_gpu_embedding_cache",
     "deployed_device_list": "deployed_devices", "num_of_worker_buffer_in_pool": "number_of_worker_buffers_in_pool",
-    "num_of_refresher_buffer_in_pool": "number_of_refresh_buffers_in_pool",
+    "num_of_refresher_buffer_in_pool": "number_of_refresh_buffers_in_pool", "mixed_precision": "use_mixed_precision",
 }  # fmt: skip
 _SAME: Final = ("default_value_for_each_table", "embedding_vecsize_per_table", "embedding_table_names",
                 "hit_rate_threshold", "non_trainable_params_file", "use_mixed_precision")  # fmt: skip
@@ -189,8 +190,28 @@ def _model_of(given: Any, wide: bool, file: str) -> InferenceParams:
     unused = [name for name in values if name in _SPEED]
     if unused:
         note(where, ", ".join(unused))
-    values = {name: value for name, value in values.items() if name not in _SPEED}
+    values = {name: _of_text(value, name) for name, value in values.items() if name not in _SPEED}
     return InferenceParams(**{"max_batchsize": 64, "hit_rate_threshold": 0.9, **values, "i64_input_key": wide})
+
+
+def _of_text(value: Any, name: str) -> Any:
+    """Return the number or boolean of a text, which Triton's backend reads as well: "0.5" for 0.5, "true" for true."""
+    default = InferenceParams.signature.defaults[name]
+    if isinstance(value, list) and name in _LISTS_OF_NUMBERS:
+        return [_number_of_text(one) for one in value]
+    if isinstance(value, str) and isinstance(default, bool):
+        return {"true": True, "false": False}.get(value.lower(), value)
+    return _number_of_text(value) if isinstance(default, int | float) or name == "max_batchsize" else value
+
+
+_LISTS_OF_NUMBERS: Final = ("default_value_for_each_table", "embedding_vecsize_per_table")
+
+
+def _number_of_text(value: Any) -> Any:
+    try:
+        return float(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
 
 
 def _check_names(given: Any, known: Iterable[str], where: str) -> None:

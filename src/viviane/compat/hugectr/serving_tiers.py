@@ -49,7 +49,7 @@ class ServedModel(Settings):
     default_value_for_each_table: list[float]
     use_gpu_embedding_cache: StrictBool
     cache_size_percentage: float = Field(ge=0, le=1)
-    hit_rate_threshold: float = Field(ge=0, le=1)
+    hit_rate_threshold: float = Field(ge=0, allow_inf_nan=False)
 
     @classmethod
     def of(cls, given: ParameterServerConfig, params: InferenceParams) -> ServedModel:
