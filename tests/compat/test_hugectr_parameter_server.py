@@ -248,7 +248,8 @@ def test_numbers_of_a_model_may_be_texts_as_for_tritons_backend(tables: Path) ->
     texts = {
         "num_of_worker_buffer_in_pool": "6", "deployed_device_list": ["0", "3"], "max_batch_size": "1",
         "mixed_precision": True, "i64_input_key": False, "default_value_for_each_table": ["0.5", "0.0"],
-        "hit_rate_threshold": "1.1", "gpucacheper": "0.1", "gpucache": "true", "embedding_vecsize_per_table": ["4", "3"],
+        "hit_rate_threshold": "1.1", "gpucacheper": "0.1", "gpucache": "true",
+        "embedding_vecsize_per_table": ["4", "3"],
     }  # fmt: skip
     with HPS(write(tables, model=texts)) as server:
         assert (server.lookup([1, 2], "m", 0) == 0.5).all()

@@ -44,9 +44,9 @@ def convert(
 ) -> None:
     """Write a trained model as ONNX.
 
-    Inputs are those of HugeCTR: dense, (B, D), float32, also where D is 0; with `convert_embedding` the keys of each sparse input,
-    (B, S, N), int64, else the vectors of each embedding, (B, S, width), float32. Unknown keys yield zeros. The
-    outputs are the labels, (B, label_dim). A mean divides by N, as in HugeCTR's converter.
+    Inputs are those of HugeCTR: dense, (B, D), float32, also where D is 0; with `convert_embedding` the keys of each
+    sparse input, (B, S, N), int64, else the vectors of each embedding, (B, S, width), float32. Unknown keys yield
+    zeros. The outputs are the labels, (B, label_dim). A mean divides by N, as in HugeCTR's converter.
 
     Args:
         onnx_model_path: the file to write.
