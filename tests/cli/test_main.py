@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from viviane import __main__
 from viviane.cli import main
 from viviane.core.errors import DataError
+from viviane.data import Dataset
 
 run = CliRunner().invoke
 
@@ -155,6 +156,13 @@ def test_help_takes_less_than_half_a_second(words: list[str]) -> None:
         if seconds < 0.5:
             return
     pytest.fail(f"viviane {' '.join(words)} --help takes {seconds:.2f} s: see python -X importtime")
+
+
+def test_no_rows_have_no_figures(tmp_path: Path) -> None:
+    words = ["generate", str(tmp_path / "a"), "--rows", "0", "--num-categorical", "1", "--num-dense", "1"]
+    done = run(main.app, words)
+    assert done.output == f"{tmp_path / 'a'}: 0 rows, columns alone\n"
+    assert len(Dataset(tmp_path / "a")) == 0
 
 
 def test_commands_that_take_long_print_lines_where_there_is_no_terminal(

@@ -1,10 +1,12 @@
 import json
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from viviane.config import Solver
 from viviane.core.errors import ConfigError, ConfigNotFoundError
-from viviane.core.yaml_files import parse_yaml, read_yaml
+from viviane.core.yaml_files import parse_yaml, read_yaml, yaml_text
 
 
 def read(text):
@@ -54,3 +56,21 @@ def test_bytes_that_are_no_text_are_refused():
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(ConfigNotFoundError, match=r"none\.yaml"):
         read_yaml(tmp_path / "none.yaml")
+
+
+TEXTS = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=12)
+SCALARS = (
+    st.none() | st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False, allow_infinity=False)
+    | TEXTS | st.sampled_from(["no", "on", "1e-3", "12:30", "0x1f", "~", "null", "2024-01-01", "=", ""])
+)  # fmt: skip
+
+
+@given(st.recursive(SCALARS, lambda one: st.lists(one, max_size=4) | st.dictionaries(TEXTS, one, max_size=4)))
+@settings(max_examples=200, deadline=None)
+def test_what_is_written_is_read_back(data: object) -> None:
+    assert parse_yaml(yaml_text(data), where="x.yaml") == data
+
+
+def test_lists_that_are_one_object_are_written_twice() -> None:
+    same = ["a"]
+    assert yaml_text({"x": same, "y": same}) == "x:\n- a\ny:\n- a\n"

@@ -2,6 +2,7 @@
 
 import decimal
 import gzip
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from typer.testing import CliRunner
 
 from viviane import etl
 from viviane.cli.main import app
-from viviane.core.errors import DataError, SchemaError
+from viviane.core.errors import DataError, MissingExtraError, SchemaError
 from viviane.core.rows import plain_table
 from viviane.etl import infer, infer_config, infer_file
 from viviane.etl.saved import as_written
@@ -141,6 +142,25 @@ def test_the_command_writes_a_file_and_explains_the_columns(tmp_path: Path) -> N
     assert done.exit_code == 0, done.output
     assert "site    category  2 values" in done.stderr
     assert etl.EtlConfig.from_json_file(tmp_path / "etl.json").labels[0].name == "bought"
+
+
+@pytest.mark.parametrize("name", ["etl.yaml", "etl.YML"])
+def test_the_command_writes_yaml_where_the_name_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    (tmp_path / "clicks.csv").write_text("click,site\n1,no\n0,1e-3\n0,1e-3\n")
+    words = ["etl", "--infer", str(tmp_path / "clicks.csv"), "--output"]
+    for one in (name, "etl.json"):
+        assert CliRunner().invoke(app, [*words, str(tmp_path / one)]).exit_code == 0
+    text = (tmp_path / name).read_text()
+    assert text.startswith("format: viviane-etl\n")
+    found = [etl.EtlConfig.from_json_file(tmp_path / one) for one in (name, "etl.json")]
+    assert found[0] == found[1]
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    refused = CliRunner().invoke(app, [*words, str(tmp_path / f"other_{name}")])
+    assert isinstance(refused.exception, MissingExtraError)
+    assert "another name is written as JSON" in str(refused.exception)
+    assert not (tmp_path / f"other_{name}").exists()
 
 
 def test_whole_numbers_that_are_codes_become_categories_besides() -> None:

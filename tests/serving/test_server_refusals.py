@@ -245,6 +245,27 @@ def test_unknown_names_paths_and_methods(http, good) -> None:
     assert "nothing" not in text  # names that a client makes up are no labels
 
 
+@pytest.mark.parametrize(
+    ("path", "allowed"),
+    [
+        ("/v1/models/deepfm:predict", "POST"), ("/v1/models/deepfm/versions/1:predict", "POST"),
+        ("/v1/recommenders/any:recommend", "POST"), ("/v2/models/deepfm/infer", "POST"),
+        ("/v2/models/deepfm/versions/1/infer", "POST"), ("/v2/repository/index", "POST"),
+        ("/v2/repository/models/deepfm/load", "POST"), ("/v1/models", "GET, HEAD"), ("/v1/models/deepfm", "GET, HEAD"),
+        ("/v1/recommenders", "GET, HEAD"), ("/v2", "GET, HEAD"), ("/v2/health/live", "GET, HEAD"),
+        ("/v2/models/deepfm", "GET, HEAD"), ("/v2/models/deepfm/ready", "GET, HEAD"), ("/v2/models/stats", "GET, HEAD"),
+        ("/v2/models/deepfm/versions/1/config", "GET, HEAD"), ("/metrics", "GET, HEAD"), ("/", "GET, HEAD"),
+    ],
+)  # fmt: skip
+def test_another_method_is_refused_with_those_that_are_allowed(http, path, allowed) -> None:
+    for method in {"GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"} - set(allowed.split(", ")):
+        answer = http.ask(method, path, b"{}" if method in ("POST", "PUT", "PATCH") else None, {})
+        assert answer.status == 405, method
+        assert sorted(answer.headers["allow"].split(", ")) == allowed.split(", ")
+        assert method in answer.json["error"]
+        assert path in answer.json["error"]
+
+
 def test_bodies_that_are_too_large_or_of_another_type(server, http, raw) -> None:
     answer = http.post("/v2/models/deepfm/infer", b"x" * (3 << 19))
     assert answer.status == 413

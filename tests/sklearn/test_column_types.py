@@ -39,6 +39,10 @@ HOURS = DAY + pd.to_timedelta(np.arange(ROWS) * 7, unit="h")
 COLUMNS: dict[str, tuple[Callable[[], Any], str]] = {
     "dates": (lambda: [one.date() for one in HOURS], "time"),
     "times": (lambda: [datetime.time(n % 24) for n in range(ROWS)], "number"),
+    "times as text": (lambda: [f"{one}" for one in HOURS], "time"),
+    "times with offsets as text": (lambda: [f"{one}+02:00" for one in HOURS], "time"),
+    "dates as text": (lambda: [str(one.date()) if n % 9 else None for n, one in enumerate(HOURS)], "time"),
+    "text that begins as dates": (lambda: ["2024-01-01"] * (ROWS - 9) + ["2024-13-01"] * 9, "category"),
     "durations": (lambda: HOURS - DAY, "number"),
     "periods": (lambda: HOURS.to_period("D"), "time"),
     "intervals": (lambda: pd.cut(np.arange(ROWS) % 50, 4), "category"),
@@ -58,6 +62,31 @@ def test_a_column_of_this_type_is_learned_and_predicted(name: str, rows: Any) ->
     assert {one.name: one.kind for one in clf.columns_}["x"] == kind
     whole = clf.predict_proba(frame)
     np.testing.assert_array_equal(clf.predict_proba(frame.iloc[5:9]), whole[5:9])
+
+
+def test_text_is_the_time_that_it_says(rows: Any) -> None:
+    frame, y = rows
+    given = {kind: frame.assign(at=values) for kind, values in (("time", HOURS), ("text", [f"{one}" for one in HOURS]))}
+    found = {kind: classifier().fit(one, y) for kind, one in given.items()}
+    assert found["time"].columns_ == found["text"].columns_
+    np.testing.assert_array_equal(*(found[kind].predict_proba(given[kind]) for kind in given))
+
+
+def test_a_column_of_another_type_than_in_fit_is_refused_with_what_to_do(rows: Any) -> None:
+    clf = classifier().fit(*rows)
+    with pytest.raises(DataError, match=r"frame\['site'\].astype\(str\)") as refused:
+        clf.predict_proba(rows[0].assign(site=1))
+    assert "input.columns" not in str(refused.value)
+
+
+def test_a_silent_estimator_says_nothing_of_an_undefined_auc(rows: Any, caplog: Any) -> None:
+    ones = np.ones((ROWS, 2)) * [1, 0]
+    ones[::7, 1] = 1
+    for verbose in (0, 1):
+        caplog.clear()
+        vv.CTRMultiTaskClassifier(epochs=1, verbose=verbose).fit(rows[0], ones)
+        warnings_of = [one for one in caplog.records if one.levelname == "WARNING"]
+        assert bool(warnings_of) == bool(verbose)
 
 
 def test_durations_are_seconds_in_every_unit() -> None:

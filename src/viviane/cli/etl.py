@@ -12,6 +12,8 @@ from viviane.cli.console import Quiet, is_quiet
 from viviane.cli.work_progress import WorkProgress
 from viviane.core.errors import ConfigError
 from viviane.core.files import write_bytes_atomic
+from viviane.core.optional import require
+from viviane.core.yaml_files import is_yaml, yaml_text
 
 if TYPE_CHECKING:
     from viviane.etl import EtlConfig, FittedEtl, SequenceConfig, SequenceSummary, Summary
@@ -136,8 +138,11 @@ def _infer(inputs: list[str], labels: list[str], output: Path | None, *, overwri
         raise ConfigError("--infer reads one input", value=len(inputs), allowed="viviane etl --infer clicks.csv")
     if output is not None and output.exists() and not overwrite:
         raise ConfigError("the file exists", where=str(output), fix="choose another, or pass --overwrite")
+    if as_yaml := output is not None and is_yaml(output):
+        require("yaml", extra="yaml", purpose="a declarative file in YAML (another name is written as JSON)")
     found = infer_file(inputs[0], labels)
-    text = json.dumps(as_written(found.config), indent=2, ensure_ascii=False) + "\n"
+    plain = as_written(found.config)
+    text = yaml_text(plain) if as_yaml else json.dumps(plain, indent=2, ensure_ascii=False) + "\n"
     typer.echo(found.describe(), err=True)
     if output is None:
         typer.echo(text, nl=False)

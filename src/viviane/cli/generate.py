@@ -70,6 +70,9 @@ def command(
         with WorkProgress(begins=False) as work:
             done = generate(config, path, kind, part=part, num_threads=threads, overwrite=overwrite,
                             progress=partial(work.show, part))  # fmt: skip
+        if not done.rows:
+            typer.echo(f"{done.path}: 0 rows, columns alone")
+            continue
         typer.echo(
             f"{done.path}: {done.rows:,} rows in {done.seconds:.1f} s ({done.rows / done.seconds:,.0f} rows/s), "
             f"best reachable AUC {done.best_auc:.4f}, log loss {done.best_log_loss:.4f}, "

@@ -75,6 +75,42 @@ def parse_yaml(data: str | bytes, *, where: str) -> Any:
         raise ConfigError("not plain YAML", where=where, value=str(error).splitlines()[0]) from None
 
 
+def yaml_text(data: Any) -> str:
+    """Return plain data as a YAML document that `parse_yaml` and readers of YAML 1.1 understand alike.
+
+    Raises:
+        MissingLibraryError: PyYAML is not installed.
+
+    Example:
+        >>> print(yaml_text({"name": "no", "columns": [{"name": "site", "list": False}]}), end="")
+        name: 'no'
+        columns:
+        - name: site
+          list: false
+    """
+    yaml = require("yaml", extra="yaml", purpose="settings in YAML")
+
+    return str(yaml.dump(data, Dumper=_dumper(yaml), sort_keys=False, allow_unicode=True, width=120))
+
+
+def _dumper(yaml: Any) -> Any:
+    """Return a dumper class of plain data."""
+
+    class Dumper(yaml.SafeDumper):  # type: ignore[misc]
+        def ignore_aliases(self, data: Any) -> bool:
+            return True
+
+        def represent_str(self, data: str) -> Any:
+            style = None if data.isprintable() else '"'  # escaped: other quotes would fold ends of lines
+            return self.represent_scalar("tag:yaml.org,2002:str", data, style=style)
+
+    Dumper.add_representer(str, Dumper.represent_str)
+
+    for name, pattern, first in _SCALARS:  # quotes texts that are other scalars in YAML 1.2 alone, such as 1e-3
+        Dumper.add_implicit_resolver(f"tag:yaml.org,2002:{name}", pattern, ["" if c == "\0" else c for c in first])
+    return Dumper
+
+
 def _loader(yaml: Any) -> Any:
     """Return a loader class of plain data."""
 

@@ -20,6 +20,8 @@ from pyarrow import csv
 from viviane.core.errors import DataError, SchemaError, suggest
 from viviane.core.locations import AnyPath
 from viviane.core.rows import plain_table
+from viviane.etl.cells import convert
+from viviane.etl.columns import InputColumn
 from viviane.etl.config import EtlConfig
 from viviane.etl.sources import find_sources
 
@@ -37,6 +39,8 @@ _LABEL_NAMES: Final = frozenset(("label", "click", "clicked", "is_click", "targe
 _DELIMITERS: Final = (",", "\t", ";", "|")
 _LONGEST_LINE: Final = 1 << 20
 _TIME_PARTS: Final = ("hour", "weekday")
+_TIME: Final = r"^\s*[0-9]{4}-[0-9]{2}-[0-9]{2}([ T][0-9:.]+|\s*$)"
+_TIMES_TRIED: Final = 100
 _READ: Final = (
     pa.types.is_null, pa.types.is_integer, pa.types.is_floating, pa.types.is_decimal, pa.types.is_string,
     pa.types.is_binary, pa.types.is_boolean, pa.types.is_timestamp, pa.types.is_date,
@@ -104,8 +108,8 @@ def infer_config(
 
     Text and booleans become categories. Real numbers become dense numbers and, cut at quantiles, categories. Whole
     numbers of few values become categories by their exact value as well, and so do those of which single values tell
-    more about the label than quantiles do; those that look like ids become categories only. Lists become bags, times
-    the hour and the day of the week. A column without two different values is ignored.
+    more about the label than quantiles do; those that look like ids become categories only. Lists become bags, times,
+    also those written as text, the hour and the day of the week. A column without two different values is ignored.
 
     Args:
         table: rows, or a sample of them.
@@ -277,8 +281,8 @@ def _feature(
     if distinct < 2 and not (distinct == 1 and values.null_count):
         note = f"values of type {kind}" if not readable else "no value" if distinct == 0 else "one value"
         return InferredColumn(name, "ignored", note)
-    if pa.types.is_temporal(kind):
-        return _time(name, _TIME_PARTS if pa.types.is_timestamp(kind) else ("weekday",), found)
+    if parts := _parts_of_times(name, values, text=known is None):
+        return _time(name, parts, found)
     is_number = (
         pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind)
     ) and known != "category"
@@ -303,6 +307,21 @@ def _list(name: str, kind: Any, min_count: int, found: _Found) -> InferredColumn
     encoding = {"type": "categorify", "min_count": min_count}
     found.categorical.append({"name": name, "kind": "multi_hot", "encoding": encoding})
     return InferredColumn(name, "list", "a bag of categories")
+
+
+def _parts_of_times(name: str, values: Any, *, text: bool) -> Sequence[str]:
+    """Return what to take of times, or of text, if wanted, that is all times such as 2014-05-31 23:59:59."""
+    kind = values.type
+    if pa.types.is_temporal(kind):
+        return _TIME_PARTS if pa.types.is_timestamp(kind) else _TIME_PARTS[1:]
+    if not text or not pa.types.is_string(kind):
+        return ()
+    texts = pc.drop_null(values)
+    column = InputColumn(name=name, type="timestamp")
+    for sample in (texts.slice(0, _TIMES_TRIED), texts):  # most texts show at once that they are none
+        if not pc.all(pc.match_substring_regex(sample, _TIME)).as_py() or convert(sample, column, ())[1]:
+            return ()
+    return _TIME_PARTS if pc.any(pc.match_substring(texts, ":")).as_py() else _TIME_PARTS[1:]
 
 
 def _time(name: str, parts: Sequence[str], found: _Found) -> InferredColumn:

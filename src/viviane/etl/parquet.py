@@ -24,7 +24,7 @@ _ACCEPTED: Final = {
     "int": "an integer column",
     "string": "a string column",
     "hex": "a string of hexadecimal digits, or an integer column",
-    "timestamp": "a timestamp or date column",
+    "timestamp": "a timestamp or date column, or text",
     "bool": "a boolean or string column, or an integer column of 0 and 1",
 }
 
@@ -71,9 +71,18 @@ def check_columns(
                 where=f"{where}, column {column.name!r}",
                 value=str(kind),
                 allowed=allowed,
-                fix="correct the column's type in the config's `input.columns`, or the file",
+                fix=_fix(column, kind, in_memory=text_allowed),
             )
     return wanted
+
+
+def _fix(column: InputColumn, kind: pa.DataType, *, in_memory: bool) -> str:
+    """Say what to do: rows in memory, to predict or of an estimator, go through an ETL that is learned already."""
+    if not in_memory:
+        return "correct the column's type in the config's `input.columns`, or the file"
+    if column.type == "string" and pa.types.is_integer(kind):
+        return f"convert the column, in pandas with frame[{column.name!r}].astype(str): it was learned as text"
+    return "convert the column to what it was when the ETL was learned, or learn it again from such rows"
 
 
 def parquet_rows(source: Source, wanted: tuple[InputColumn, ...], first_row: int = 0) -> Iterator[tuple[pa.Table, int]]:
@@ -188,7 +197,7 @@ def fits(kind: pa.DataType, column: InputColumn, *, text_allowed: bool = False) 
         "int": types.is_integer(kind) or types.is_boolean(kind) or (text_allowed and types.is_floating(kind)),
         "string": text or _is_bytes(kind),
         "hex": text or types.is_integer(kind),
-        "timestamp": types.is_timestamp(kind) or types.is_date(kind),
+        "timestamp": types.is_timestamp(kind) or types.is_date(kind) or text,
         "bool": types.is_boolean(kind) or types.is_integer(kind) or text or (text_allowed and types.is_floating(kind)),
     }
     return bool(accepted[column.type] or types.is_null(kind))

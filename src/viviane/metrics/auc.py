@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 from typing import TypeAlias
@@ -187,12 +188,15 @@ class Auc(Metric):
         if self._joined is not None:
             value = _area(*self._joined)
             if math.isnan(value) and any(self._joined):
-                log.warning("AUC is undefined: all labels are %s", "1" if self._joined[0] else "0")
+                self._say("AUC is undefined: all labels are %s", "1" if self._joined[0] else "0")
             return value
         if not self._scores:
             return math.nan
         scores, labels, weights = self._rows()
         value = roc_auc(scores, labels, weights)
         if math.isnan(value):
-            log.warning("AUC is undefined: all %d labels are %s", len(labels), "1" if labels.any() else "0")
+            self._say("AUC is undefined: all %d labels are %s", len(labels), "1" if labels.any() else "0")
         return value
+
+    def _say(self, text: str, *values: object) -> None:
+        log.log(logging.WARNING if self.warns else logging.INFO, text, *values)

@@ -48,6 +48,8 @@ class Metric:
     """Whether the metric uses the losses of batches (`update_loss`), not predictions."""
     by_group: ClassVar[bool] = False
     """Whether `update` needs the group of each row, such as its user or query."""
+    warns: bool = True
+    """Whether the reason of an undefined value is logged as a warning, or as information."""
 
     def update(self, predictions: Tensor, labels: Tensor, weight: Tensor | None = None) -> None:
         """Add a batch: probabilities (B,), labels (B,), weights (B,) or None for 1 each."""

@@ -267,7 +267,7 @@ class CTRClassifier(ClassifierMixin, TableEstimator):  # type: ignore[misc]
         for fold, (train_rows, held_rows) in enumerate(divided):
             train, held = encoded.dataset(f"train{fold}", train_rows), encoded.dataset(f"held{fold}", held_rows)
             for number, member in enumerate(members):
-                model, history = member.fit(train, held, lead="log_loss", seed=seed + fold)
+                model, history = member.fit(train, held, lead="log_loss", seed=seed + fold, silent=self.verbose == 0)
                 logits[number, held_rows] = logit(model.predict(held)[:, 0])
                 models[number].append(model)
                 self.histories_.append(history)

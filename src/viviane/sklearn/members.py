@@ -58,8 +58,9 @@ class Member:
         seed: int,
         schema: Schema | None = None,
         callbacks: tuple[Callback, ...] = (),
+        silent: bool = False,
     ) -> tuple[Model, History]:
-        """Train on one data set and keep the weights that are best on the other."""
+        """Train on one data set and keep the weights that are best on the other; silent, without progress."""
         steps = max(len(train) // self.batch_size, 1)
         settings: dict[str, Any] = {
             "batch_size": self.batch_size,
@@ -82,7 +83,7 @@ class Member:
         model.add(self.recipe)
         tables = Adam(lr=self.table_lr, weight_decay=self.table_decay, update="global")
         model.compile(Adam(weight_decay=self.dense_decay), tables, metrics=[lead, *_others(lead)])
-        return model, model.fit(train, held, callbacks=callbacks)
+        return model, model.fit(train, held, callbacks=callbacks, verbose=0 if silent else None)
 
 
 def _others(lead: str) -> list[str]:

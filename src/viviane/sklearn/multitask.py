@@ -105,7 +105,7 @@ class CTRMultiTaskClassifier(ClassifierMixin, TableEstimator):  # type: ignore[m
             member = replace(member, solver=solver, **{k: v for k, v in given.items() if v is not None})
             ((train_rows, held_rows),) = folds(first, 1, checked_share(self.validation_fraction), seed)
             train, held = encoded.dataset("train", train_rows), encoded.dataset("held", held_rows)
-            model, self.history_ = member.fit(train, held, lead="log_loss", seed=seed)
+            model, self.history_ = member.fit(train, held, lead="log_loss", seed=seed, silent=self.verbose == 0)
             self.validation_ = model.evaluate(held)
             self._keep(model, encoded.etl)
         self.labels_ = tuple(labels)

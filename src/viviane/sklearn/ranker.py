@@ -120,7 +120,9 @@ class CTRRanker(TableEstimator):
             member = replace(member, recipe=recipe, solver=solver, **{k: v for k, v in given.items() if v is not None})
             ((train_rows, held_rows),) = folds(relevance, 1, checked_share(self.validation_fraction), seed, groups)
             train, held = encoded.dataset("train", train_rows), encoded.dataset("held", held_rows)
-            model, self.history_ = member.fit(train, held, lead=f"ndcg@{self.k}:{beside}", seed=seed)
+            model, self.history_ = member.fit(
+                train, held, lead=f"ndcg@{self.k}:{beside}", seed=seed, silent=self.verbose == 0
+            )
             self.validation_ = model.evaluate(held)
             self._keep(*_without(model, encoded, beside, Path(folder)))
         if self.verbose > 0:

@@ -73,9 +73,10 @@ class Evaluation:
     Args:
         schema: the labels.
         metrics: names.
+        warns: whether undefined metrics are worth a warning.
     """
 
-    def __init__(self, schema: Schema, metrics: Sequence[str]) -> None:
+    def __init__(self, schema: Schema, metrics: Sequence[str], *, warns: bool = True) -> None:
         self.labels: tuple[LabelColumn, ...] = schema.labels
         self._first_id = {one.name: schema.reserved.first for one in schema.one_hot if one.num_ids is not None}
         parsed = {name: MetricName.parse(name) for name in metrics}
@@ -90,6 +91,9 @@ class Evaluation:
             for name, one in parsed.items()
             if not one.kind.of_loss
         }
+        for parts in self._metrics.values():
+            for _, _, metric in parts:
+                metric.warns = warns
         self._bins = {
             label.name: (i, CalibrationHistogram(_NUM_BINS))
             for i, label in enumerate(schema.labels)

@@ -271,7 +271,7 @@ class TrainerBase:
         """Run over a data set and return the accumulated sums of metrics and calibration bins."""
         self.settle()
         precision = self._settled_precision()
-        evaluation = Evaluation(self.schema, self.metrics)
+        evaluation = Evaluation(self.schema, self.metrics, warns=self.progress is not False)
         size = self.eval_batch_size(batch_size)
         with self.averaged(), self._share(dataset, size, max_batches) as reader:
             return evaluate(self.module, reader, self.objective, evaluation, precision, self.device).join(self.group)

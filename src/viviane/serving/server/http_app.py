@@ -22,6 +22,7 @@ _LINGER_S: Final = 0.5
 Handler = Callable[[Any], Awaitable[Any]]
 _PAGE: Final = {"/": ("index.html", "text/html"), "/page.css": ("page.css", "text/css"),
                 "/page.js": ("page.js", "text/javascript")}  # fmt: skip
+_OTHER_METHODS: Final = ("GET", "HEAD", "PUT", "PATCH", "DELETE", "OPTIONS")
 _BODY_TYPES: Final = ("application/json", "application/octet-stream", "application/vnd.sagemaker-triton.binary+json")
 _SAFE_HEADERS: Final = {
     "x-content-type-options": "nosniff",
@@ -96,12 +97,17 @@ class _Handlers:
         def route(path: str, handler: Handler, method: str = "GET") -> Any:
             return routing.Route(path, self._guarded(handler), methods=[method])
 
+        def verb(path: str, handler: Handler) -> list[Any]:
+            # Other methods are refused here: `/v1/models/{model}` would take NAME:predict for a name.
+            others = routing.Route(path, self.other_method, methods=_OTHER_METHODS)
+            return [route(path, handler, "POST"), others]
+
         bases = ("/v2/models/{model}", "/v2/models/{model}/versions/{version}")
         found = [route(f"{base}/infer", self.infer, "POST") for base in bases]  # looked through in this order
         found += [
-            route("/v1/models/{model}:predict", self.predict, "POST"),
-            route("/v1/models/{model}/versions/{version}:predict", self.predict, "POST"),
-            route("/v1/recommenders/{name}:recommend", self.recommend, "POST"),
+            *verb("/v1/models/{model}:predict", self.predict),
+            *verb("/v1/models/{model}/versions/{version}:predict", self.predict),
+            *verb("/v1/recommenders/{name}:recommend", self.recommend),
             route("/v1/recommenders/{name}", self.recommender),
             route("/v1/recommenders", self.recommender_names),
         ]
@@ -154,6 +160,11 @@ class _Handlers:
         what = "no such path" if error.status_code == 404 else str(error.detail)
         return self._json({"error": f"{what}: {request.method} {request.url.path[:200]}"}, error.status_code,
                           dict(error.headers or {}))  # fmt: skip
+
+    async def other_method(self, request: Any) -> Any:
+        """Refuse a method other than POST."""
+        error = f"Method Not Allowed: {request.method} {request.url.path[:200]}"
+        return self._json({"error": error}, 405, {"Allow": "POST"})
 
     def _json(self, content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Any:
         text = json.dumps(content, allow_nan=False).encode()
