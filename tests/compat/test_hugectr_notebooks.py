@@ -1,6 +1,7 @@
 """Cells of notebooks: shell lines and magics in blocks and assignments, text that only looks like them, refusals."""
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -105,3 +106,19 @@ def test_steps_of_a_cell() -> None:
     assert len(steps) == 4
     assert "'ls', 0, True" in steps[3].text
     assert "'pwd', 0, False" in steps[3].text
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["a_name_of_many_letters.and_a_method(3)", "a, b, c, d, e, f, g, h, i, j, k, l, m", "a " * 40, "x[0][1][2][3] == 4"],
+)
+def test_long_names_are_read_at_once(line: str) -> None:
+    """The pattern of an assignment took time exponential in the length of a name, so that notebooks never began."""
+    Path("n.ipynb").write_text(json.dumps({"cells": [{"cell_type": "code", "source": f"{line * 20}\n{line}\n"}]}))
+    started = time.process_time()
+    steps_of("n.ipynb")
+    assert time.process_time() - started < 1
+
+
+def test_several_targets_take_the_output_of_a_shell_line() -> None:
+    run("box = [0, 0]\nbox[0], rest = !echo one; echo two\nassert (box[0], rest) == ('one', 'two')")

@@ -68,7 +68,8 @@ SHELL: Final = "viviane_shell_line"
 """Name of the function that runs a shell line: text, cell, whether the lines of its output are returned."""
 MAGIC: Final = "viviane_magic_line"
 """Name of the function that runs a line magic: name, arguments, cell."""
-_TARGET: Final = r"^(\s*)((?:[\w.]+(?:\[[^\]]*\])?\s*,?\s*)+=\s*)?"
+_NAME: Final = r"[\w.]+(?:\[[^\]]*\])?"
+_TARGET: Final = rf"^(\s*)({_NAME}(?:\s*,\s*{_NAME})*\s*,?\s*=\s*)?"
 _SHELL_LINE: Final = re.compile(_TARGET + r"!!?(.*)$")
 _MAGIC_LINE: Final = re.compile(_TARGET + r"%(\w+)\s*(.*)$")
 _TIMING_OPTIONS: Final = re.compile(r"^(-[nrtpoqcv]+ ?[0-9]* +)+")
