@@ -42,7 +42,8 @@ def test_tunes_goes_on_and_writes_the_best_settings(tmp_path: Path) -> None:
     assert 1e-4 <= best.solver.lr <= 0.1
     page = (tmp_path / "tune" / "tune.html").read_text()
     assert page.count("<svg") >= 3
-    assert "solver.lr" in page
+    assert all(f"<h3>{title}</h3>" in page for title in ("The best first", "Each trial", "solver.lr", "model.dim"))
+    assert '<div class="scroll"><table>' in page  # it scrolls where it is wider than a phone
 
 
 def test_reads_ranges_and_refuses_others() -> None:

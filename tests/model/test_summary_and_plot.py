@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from viviane.config import SGD, AdaGrad, Adam
 from viviane.core.errors import ConfigError
+from viviane.core.graph_drawing import Box, draw_graph
 from viviane.core.graph_layout import lay_out
 from viviane.model import SparseEmbedding, graph_svg
 from viviane.schema import Schema
@@ -118,3 +119,14 @@ def test_boxes_and_wires_never_overlap_and_edges_point_down(graph) -> None:
     for one in layout.boxes.values():
         assert 0 <= one.x <= one.x + one.width <= layout.width
         assert 0 <= one.y <= one.bottom <= layout.height
+
+
+def test_a_small_drawing_fits_a_phone_and_a_wide_one_keeps_letters_that_can_be_read() -> None:
+    boxes = {f"layer{n}": Box("layer", (f"layer{n}", "a rather long line of text")) for n in range(12)}
+    found = {}
+    for number in (1, 12):
+        some = dict(list(boxes.items())[:number])
+        least, most = re.search(r"min-width: (\d+)px; max-width: (\d+)px", draw_graph(some, [], "layers")).groups()
+        found[number] = int(least), int(most)
+    assert found[1][0] == round(0.7 * found[1][1]) < 320
+    assert found[12][0] == 640 < found[12][1]

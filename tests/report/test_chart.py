@@ -55,8 +55,8 @@ def test_thinning_keeps_both_ends_and_both_extremes(values):
 def test_a_dot_stands_where_its_value_says():
     svg = parse(line_chart([Line("m", [(0.5, 0.5)], marks=True)], x_label="x", y_label="y", square=True))
     dot = svg.find(".//circle")
-    # square: the axes run 0..1 over 58..504 and 250..14 pixels
-    assert (float(dot.get("cx")), float(dot.get("cy"))) == ((58 + 504) / 2, (250 + 14) / 2)
+    # square: the axes run 0..1 over 64..504 and 250..14 pixels
+    assert (float(dot.get("cx")), float(dot.get("cy"))) == ((64 + 504) / 2, (250 + 14) / 2)
 
 
 def test_points_that_a_log_axis_cannot_show_are_left_out():
@@ -106,3 +106,10 @@ def test_on_a_phone_wide_charts_with_text_scroll_and_bars_without_text_do_not():
     bar = share_bar([("a", 1.0), ("b", 3.0)], unit="s").partition(">")[0]
     assert f'viewBox="{start}' in bar
     assert f'{end}"' in bar
+
+
+def test_points_without_an_order_are_not_joined():
+    dots = Line("trial", [(1, 0.5), (1, 0.7), (2, 0.6)], marks=True, joined=False)
+    svg = parse(line_chart([dots], x_label="lr", y_label="AUC"))
+    assert len(svg.findall(".//circle")) == 3
+    assert not svg.findall(".//path[@class='line c0']")

@@ -101,6 +101,7 @@ def _page(result: LoadResult) -> str:
     """Return a page with latency against throughput, and the refused share against the offered rate."""
     from viviane.report.chart import Line, line_chart
     from viviane.report.html import page
+    from viviane.report.panels import Panel, section
 
     def latency(kind: str, quantile: str) -> list[tuple[float, float]]:
         phases = [phase for phase in result.phases if phase.kind == kind and phase.latency_ms]
@@ -116,9 +117,9 @@ def _page(result: LoadResult) -> str:
         Line("answered", [(phase.load, phase.throughput) for phase in offered], marks=True),
         Line("offered", [(phase.load, phase.load) for phase in offered], dashed=True),
     ]
-    charts = [line_chart(lines, x_label="answers/s", y_label="latency, ms", log_y=True)]
+    panels = [Panel("Latency", line_chart(lines, x_label="answers/s", y_label="latency, ms", log_y=True))]
     if offered:
-        charts.append(line_chart(answered, x_label="requests/s offered", y_label="requests/s answered"))
-    rows = "".join(f"<figure>{chart}</figure>" for chart in charts)
+        chart = line_chart(answered, x_label="requests/s offered", y_label="requests/s answered")
+        panels.append(Panel("Answers", chart))
     told = f"{result.settings.url}, {result.settings.rows} row(s) a request, {result.settings.seconds:g} s a phase"
-    return page(f"Load test of {result.model}", told, rows)
+    return page(f"Load test of {result.model}", told, section("Under load", panels))

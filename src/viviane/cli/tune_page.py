@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from viviane.cli.search_space import Range
 from viviane.core.files import write_bytes_atomic
-from viviane.core.html import html_table
 from viviane.report import html
 from viviane.report.chart import Line, line_chart
+from viviane.report.panels import Panel, section
+from viviane.report.sections import TITLES
 
 
 @dataclass(frozen=True)
@@ -55,24 +56,36 @@ def write_page(file: Path, rows: Sequence[TrialRow], space: Sequence[Range], lea
         best = value if best is None else max(best, value) if up else min(best, value)
         curve.append((float(row.number + 1), best))
     every = [(float(row.number + 1), float(row.value or 0.0)) for row in ended]
-    charts = [line_chart([Line("best so far", curve, marks=True)], x_label="trial", y_label=lead)]
-    charts.append(line_chart([Line("each trial", every, marks=True)], x_label="trial", y_label=lead))
+    title = TITLES.get(lead, lead)
+    panels = [
+        Panel("Best so far", _drawing(Line("best so far", curve, marks=True), "trial", title)),
+        Panel("Each trial", _drawing(Line("trial", every, marks=True, joined=False), "trial", title)),
+    ]
     for one in space:
         points = sorted((float(row.settings[one.path]), float(row.value or 0.0)) for row in ended
                         if isinstance(row.settings.get(one.path), int | float))  # fmt: skip
         if points:
-            charts.append(
-                line_chart([Line(one.path, points, marks=True)], x_label=one.path, y_label=lead, log_x=one.is_log)
-            )
+            dots = Line("trial", points, marks=True, joined=False)
+            panels.append(Panel(one.path, _drawing(dots, one.path, title, log_x=one.is_log)))
     ordered = sorted(
         rows, key=lambda row: (row.value is None or row.pruned, -(row.value or 0.0) if up else row.value or 0.0)
     )
     names = [one.path for one in space]
-    table = html_table("Trials, the best first", ["trial", lead, *names, "seconds", ""], [
-        [row.number + 1, row.value, *(row.settings.get(name) for name in names), round(row.seconds, 1),
+    table = html.part("table", ("trial", title, *names, "seconds", ""), [
+        [row.number + 1, _shown(row.value), *(_shown(row.settings.get(name)) for name in names), f"{row.seconds:.1f}",
          "stopped early or failed" if row.pruned else ""]
         for row in ordered
     ])  # fmt: skip
-    body = "".join(f"<section>{chart}</section>" for chart in charts) + f"<section>{table}</section>"
+    body = section("Trials", [Panel("The best first", str(table), wide=True)]) + section("Curves", panels)
     line = f"{len(rows)} trials, {len(ended)} to their end"
     write_bytes_atomic(file, html.page("Tuning", line, body).encode())
+
+
+def _drawing(line: Line, x_label: str, y_label: str, *, log_x: bool = False) -> Callable[[int], str]:
+    return lambda width: line_chart([line], x_label=x_label, y_label=y_label, log_x=log_x, width=width)
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return ""
+    return f"{value:.6g}" if isinstance(value, float) else str(value)

@@ -13,6 +13,7 @@ from viviane.core.graph_layout import Edge, Placed, lay_out
 _CHARACTER: Final = 6.9  # pixels of a character at 12 px
 _LINE: Final = 16.0
 _PADDING: Final = 10.0
+_LEAST_WIDTH: Final = 640.0  # of a wide drawing, so that its text can be read; it scrolls where there is less room
 
 # Separate colours for light and dark mode: the drawing works alone or inside a page.
 _STYLE: Final = """
@@ -65,10 +66,12 @@ def draw_graph(boxes: Mapping[str, Box], edges: Sequence[Edge], title: str) -> s
     layout = lay_out({name: box.size for name, box in boxes.items()}, edges)
     width, height = layout.width, layout.height
     wires = "".join(_wire(stations) for stations in layout.wires.values())
+    least = min(_LEAST_WIDTH, 0.7 * width)
     drawn = "".join(_draw(boxes[name], place) for name, place in layout.boxes.items())
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" class="graph" viewBox="0 0 {width:.0f} {height:.0f}" '
-        f'style="max-width: {width:.0f}px" role="img" aria-label="{escape(title, quote=True)}"><style>{_STYLE}</style>'
+        f'style="min-width: {least:.0f}px; max-width: {width:.0f}px" role="img" '
+        f'aria-label="{escape(title, quote=True)}"><style>{_STYLE}</style>'
         f'<defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" '
         f'orient="auto"><path class="tip" d="M0 0 8 4 0 8z"/></marker></defs>{wires}{drawn}</svg>\n'
     )

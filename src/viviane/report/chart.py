@@ -15,7 +15,7 @@ from viviane.report.scale import Scale, short, span, thin
 
 Point = tuple[float, float]
 
-LEFT, RIGHT, TOP, BOTTOM = 58, 16, 14, 40
+LEFT, RIGHT, TOP, BOTTOM = 64, 16, 14, 40
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,7 @@ class Line:
         name: shown in the legend.
         points: (x, y) pairs, x rising; y that are not finite are left out.
         marks: draw a dot at each point.
+        joined: connect the points; False for points without an order.
         dashed: for a reference such as the best reachable value.
         tone: index of the colour; None takes the line's place in the chart.
     """
@@ -33,6 +34,7 @@ class Line:
     name: str
     points: Sequence[Point]
     marks: bool = False
+    joined: bool = True
     dashed: bool = False
     tone: int | None = None
 
@@ -72,7 +74,8 @@ def line_chart(
         tone = line.tone if line.tone is not None else index % 8
         path = "M" + "L".join(f"{x_axis(x):.1f} {y_axis(y):.1f}" for x, y in points)
         dash = ' stroke-dasharray="5 4"' if line.dashed else ""
-        parts.append(f'<path class="line c{tone}" d="{path}"{dash}><title>{escape(line.name)}</title></path>')
+        if line.joined:
+            parts.append(f'<path class="line c{tone}" d="{path}"{dash}><title>{escape(line.name)}</title></path>')
         if line.marks:
             parts.extend(
                 f'<circle class="dot c{tone}" cx="{x_axis(x):.1f}" cy="{y_axis(y):.1f}" r="3.5">'

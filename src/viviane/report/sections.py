@@ -210,7 +210,7 @@ def model(run: RunRecord, graph_svg: str) -> str:
     """The model's graph and the run's settings."""
     panels: list[Panel] = []
     if graph_svg:
-        panels.append(Panel("Graph", f'<div class="scroll drawing">{graph_svg}</div>', wide=True))
+        panels.append(Panel("Graph", f'<div class="scroll">{graph_svg}</div>', wide=True))
     text = json.dumps(run.config, indent=2, ensure_ascii=False)
     panels.append(Panel("Settings", str(html.part("details", text)), wide=True))
     columns = json.dumps(run.schema.to_dict(), indent=1, ensure_ascii=False)
