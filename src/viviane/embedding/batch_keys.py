@@ -21,7 +21,7 @@ from viviane.batch import Bag, Batch
 from viviane.core.errors import ConfigError, DataError, VivianeError, suggest
 from viviane.embedding.config import FeatureConfig
 from viviane.embedding.jagged import Jagged, is_keyed_jagged, read_keyed_jagged
-from viviane.embedding.keys import Violation, Violations, check_key_type, report
+from viviane.embedding.keys import Violation, Violations, check_key_type, check_memory, report
 from viviane.ops.bag_checks import LAST, check_bags
 from viviane.ops.capture import is_capturing
 
@@ -76,6 +76,7 @@ def checked_bag(bag: Bag, feature: str, device: torch.device) -> Bag:
             value=f"{_describe(values)}, {_describe(offsets)}", allowed="(nnz,) and (B + 1,)",
         )  # fmt: skip
     check_key_type(values, feature)
+    check_memory(offsets, f"feature {feature!r}, offsets")
     if offsets.dtype != torch.int64 or not offsets.is_contiguous():
         if offsets.dtype not in (torch.int32, torch.int64):
             allowed = "int64 or int32"
@@ -98,6 +99,7 @@ def checked_bag(bag: Bag, feature: str, device: torch.device) -> Bag:
             "a bag has one weight per id", where=f"feature {feature!r}", value=_describe(weights),
             allowed=f"float32 {tuple(values.shape)}",
         )  # fmt: skip
+    check_memory(weights, f"feature {feature!r}, weights")
     if weights.device != device:
         _refuse_device(feature, weights, device)
     if weights.requires_grad and torch.is_grad_enabled():

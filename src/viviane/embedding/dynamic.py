@@ -18,6 +18,7 @@ from viviane.core.seeds import derive_seed
 from viviane.embedding.dynamic_config import DynamicTableConfig
 from viviane.embedding.dynamic_content import DynamicContent, export_keys, import_keys, load_entries, state_entries
 from viviane.embedding.dynamic_store import DynamicStore
+from viviane.embedding.keys import check_key_type
 from viviane.embedding.table_storage import serialized
 from viviane.ops.row_update import Entries, prepare_rows, sum_rows, update_rows
 
@@ -73,7 +74,14 @@ class DynamicTable(DynamicStore):
 
     @serialized
     def forward(self, keys: Tensor, scores: Tensor | None = None) -> Tensor:
-        """Return the vectors of keys of any shape: (..., D)."""
+        """Return the vectors of keys of any shape: (..., D).
+
+        Raises:
+            DataError: keys or scores are no whole numbers in a tensor.
+        """
+        check_key_type(keys, self.table.name)
+        if scores is not None:
+            check_key_type(scores, f"{self.table.name}, scores")
         training = self.training and torch.is_grad_enabled() and self.rule is not None
         shape, flat_keys = (*keys.shape, self.table.dim), keys.reshape(-1)
         if not training:

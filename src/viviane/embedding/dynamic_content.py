@@ -61,7 +61,16 @@ def export_keys(table: DynamicStore, since: int | None, min_score: int | None) -
 
 def import_keys(table: DynamicStore, content: DynamicContent) -> None:
     """See `DynamicTable.import_`."""
-    count, where = len(content.keys), f"table {table.table.name!r}"
+    where = f"table {table.table.name!r}"
+    parts = {"keys": content.keys, "scores": content.scores, "weight": content.weight, **content.state}
+    for name, part in parts.items():
+        if not isinstance(part, Tensor) or part.layout is not torch.strided or part.is_meta or not part.dim():
+            raise CheckpointError("not a dense tensor in memory", where=f"{where}, {name}", value=type(part).__name__)
+    count = len(content.keys)
+    for name in ("keys", "scores"):
+        if parts[name].shape != (count,) or parts[name].dtype not in (torch.int32, torch.int64):
+            value = f"{tuple(parts[name].shape)} of {parts[name].dtype}"
+            raise CheckpointError("not whole numbers, one per key", where=f"{where}, {name}", value=value)
     if content.state and content.state.keys() != table.state.keys():
         raise CheckpointError(
             "another optimizer's state", where=where, value=", ".join(content.state), allowed=", ".join(table.state)

@@ -19,6 +19,7 @@ from viviane.core.errors import ConfigError, DataError
 from viviane.embedding.collection import EmbeddingCollection
 from viviane.embedding.config import FeatureConfig, NormalInit, RowType, TableConfig
 from viviane.embedding.entry_pooling import pool_entries, scale_gradient_by_frequency
+from viviane.embedding.keys import check_memory
 from viviane.embedding.state import TableState, check_content
 from viviane.embedding.storage import Storage
 
@@ -163,6 +164,8 @@ class EmbeddingBag(nn.Module):
         for name, value in (("input", input), ("offsets", offsets), ("per_sample_weights", per_sample_weights)):
             if not isinstance(value, Tensor) and (value is not None or name == "input"):
                 raise DataError(f"{name} is no tensor", value=type(value).__name__)
+            if value is not None:
+                check_memory(value, f"EmbeddingBag, {name}")
         if input.dim() == 2 and offsets is None:
             size, length = input.shape
             bounds = torch.arange(size + 1, device=input.device) * length

@@ -266,6 +266,14 @@ def check_key_type(keys: object, feature: str) -> None:
         )
     if keys.dtype not in (torch.int32, torch.int64):
         raise DataError("keys must be whole numbers", where=f"feature {feature!r}", value=str(keys.dtype))
+    check_memory(keys, f"feature {feature!r}")
+
+
+def check_memory(tensor: Tensor, where: str) -> None:
+    """Refuse a tensor whose numbers do not lie in memory one by one: a sparse one, or one of the meta device."""
+    if tensor.layout is not torch.strided or tensor.is_meta:
+        value = f"{tensor.layout} on {tensor.device}"
+        raise DataError("a tensor must be dense, and in memory", where=where, value=value, fix="pass tensor.to_dense()")
 
 
 class _KeyMap:

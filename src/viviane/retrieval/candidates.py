@@ -42,6 +42,12 @@ class Candidates:
         return Candidates(items, scores)
 
 
+def check_count(count: object, what: str) -> None:
+    """Refuse a number of items that is no whole number of at least 1."""
+    if not isinstance(count, int | np.integer) or isinstance(count, bool) or count < 1:
+        raise ConfigError(f"the number of {what} must be positive", where="k", value=count)
+
+
 class CandidateSource(Protocol):
     """Finds candidates: nearest neighbours of a user's vector, co-purchased items, popular items."""
 

@@ -26,6 +26,9 @@ class Histories:
         values: ids, (nnz,).
         offsets: (B + 1,), ascending from 0 to nnz.
 
+    Raises:
+        SchemaError: they are not.
+
     Example:
         >>> users = Histories.of([[3, 4, 5], [], [6]])
         >>> len(users), users[0].tolist(), users.newest(2)[0].tolist()
@@ -34,6 +37,17 @@ class Histories:
 
     values: Ids
     offsets: Ids
+
+    def __post_init__(self) -> None:
+        for name, part in (("values", self.values), ("offsets", self.offsets)):
+            if not isinstance(part, np.ndarray) or part.ndim != 1 or part.dtype != np.int64:
+                form = f"{part.dtype} {part.shape}" if isinstance(part, np.ndarray) else type(part).__name__
+                raise SchemaError("histories need arrays of int64, (n,)", where=f"Histories, {name}", value=form,
+                                  fix="Histories.of(lists)")  # fmt: skip
+        offsets = self.offsets
+        if not len(offsets) or offsets[0] != 0 or offsets[-1] != len(self.values) or (np.diff(offsets) < 0).any():
+            raise SchemaError("offsets rise from 0 to the number of ids", where="Histories, offsets",
+                              value=offsets[:16].tolist(), allowed=f"0 to {len(self.values)}")  # fmt: skip
 
     @classmethod
     def of(cls, rows: Any) -> Histories:
@@ -86,7 +100,10 @@ class Histories:
         if not users.shape == items.shape == times.shape or users.ndim != 1:
             value = f"{users.shape}, {items.shape}, {times.shape}"
             raise SchemaError("there must be one user, item and time per event", value=value)
-        order = np.lexsort((times, users))
+        try:
+            order = np.lexsort((times, users))
+        except (TypeError, ValueError) as error:
+            raise SchemaError("times cannot be put in order", where="time", value=str(error)) from None
         who, counts = np.unique(users, return_counts=True)
         return cls(items[order], np.concatenate([[0], counts.cumsum()]).astype(np.int64)), who
 

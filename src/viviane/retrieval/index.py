@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final, Literal, Self
+from typing import Any, Final, Literal, Self
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ from viviane.core.files import file_sha256, read_array, replace_folder, write_js
 from viviane.core.locations import AnyPath, location
 from viviane.core.remote.cache import local_copy
 from viviane.core.whole_numbers import whole_numbers
-from viviane.retrieval.candidates import NO_ITEM, Candidates, in_order
+from viviane.retrieval.candidates import NO_ITEM, Candidates, check_count, in_order
 from viviane.retrieval.faiss_index import FaissSearch, IndexKind, IndexSettings
 from viviane.retrieval.histories import Ids
 
@@ -83,7 +83,7 @@ class ItemIndex:
         _faiss: bytes | None = None,
     ) -> None:
         self.settings = IndexSettings(kind=settings) if isinstance(settings, str) else settings
-        self.vectors = np.ascontiguousarray(vectors, dtype=np.float32)
+        self.vectors = _numbers(vectors, "vectors of items")
         self.ids = np.arange(len(self.vectors)) if ids is None else whole_numbers(ids, np.int64, "ids of items")
         self._check(num_items)
         self.num_items = int(self.ids.max()) + 1 if num_items is None else num_items
@@ -119,7 +119,7 @@ class ItemIndex:
         Raises:
             SchemaError: queries have another width, or are not finite. ConfigError: k below 1.
         """
-        asked = np.ascontiguousarray(queries, dtype=np.float32)
+        asked = _numbers(queries, "queries")
         if asked.ndim != 2 or asked.shape[1] != self.vectors.shape[1]:
             raise SchemaError(
                 "queries must have the width of the items", value=asked.shape, allowed=f"(B, {self.vectors.shape[1]})"
@@ -127,8 +127,7 @@ class ItemIndex:
         if not np.isfinite(asked).all():
             row = int(np.flatnonzero(~np.isfinite(asked).all(1))[0])
             raise SchemaError("a query is not finite", where=f"row {row}")
-        if k < 1:
-            raise ConfigError("the number of neighbours must be positive", where="k", value=k)
+        check_count(k, "neighbours")
         if self._search is None:
             return self.exact(asked, k)
         with self._lock:
@@ -255,3 +254,10 @@ def _read(path: Path, where: str) -> IndexFile:
             what = "a file of the index is missing or was altered: its checksum differs"
             raise CheckpointError(what, where=str(path / name), fix="load another copy, or rebuild it")
     return content
+
+
+def _numbers(values: Any, what: str) -> NDArray[np.float32]:
+    try:
+        return np.ascontiguousarray(values, dtype=np.float32)
+    except (TypeError, ValueError) as error:
+        raise SchemaError(f"{what} are no numbers", value=str(error)) from None

@@ -19,7 +19,7 @@ from viviane.core.errors import ConfigError, SchemaError
 from viviane.core.locations import AnyPath
 from viviane.core.whole_numbers import whole_numbers
 from viviane.model import Model
-from viviane.retrieval.candidates import NO_ITEM, Candidates, CandidateSource, drop_seen, in_order
+from viviane.retrieval.candidates import NO_ITEM, Candidates, CandidateSource, check_count, drop_seen, in_order
 from viviane.retrieval.histories import Histories, Ids
 from viviane.retrieval.popularity import Popularity
 from viviane.retrieval.ranking import Ranker
@@ -119,8 +119,7 @@ class Recommender:
         Raises:
             ConfigError: k below 1. SchemaError: histories or columns have a wrong form or length.
         """
-        if k < 1:
-            raise ConfigError("the number of recommendations must be positive", where="k", value=k)
+        check_count(k, "recommendations")
         asked = Histories.of(histories)
         known = asked.where((asked.values >= 0) & (asked.values < self.num_items))
         for name, values in (rows or {}).items():

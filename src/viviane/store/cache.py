@@ -70,11 +70,13 @@ class CacheTier:
 
     def replace(self, keys: Keys, rows: Rows) -> None:
         """Replace the rows of those keys that are there."""
+        self.layout.check_rows(keys, rows)
         with self._stats.putting(len(keys)):
             self._rows.insert(keys, rows, only="present")
 
     def fill(self, keys: Keys, rows: Rows) -> None:
         """Insert rows of those keys that are not there."""
+        self.layout.check_rows(keys, rows)
         with self._stats.putting(len(keys)):
             self._rows.insert(keys, rows, only="absent")
 

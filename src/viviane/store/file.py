@@ -158,7 +158,7 @@ class FileTier:
 
     def fetch(self, keys: Keys, out: Rows) -> Found:
         """Copy rows to `out` and return which were found; ids outside the tier are not found."""
-        self.layout.check_rows(keys, out)
+        self.layout.check_out(keys, out)
         with self._counter.fetching() as count, self._lock:
             self._check_open()
             inside = (keys >= 0) & (keys < self.num_ids)

@@ -56,7 +56,7 @@ class HostTier:
 
     def fetch(self, keys: Keys, out: Rows) -> Found:
         """Copy rows to `out` and return which were found; see `viviane.store.Tier`."""
-        self.layout.check_rows(keys, out)
+        self.layout.check_out(keys, out)
         with self._counter.fetching() as count, self._lock:
             self._check_open()
             places = self._index.find(torch.from_numpy(keys)).numpy()

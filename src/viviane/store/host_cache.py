@@ -66,7 +66,7 @@ class HostCacheTier:
 
     def fetch(self, keys: Keys, out: Rows) -> Found:
         """Copy rows to `out` and return which were found; see `viviane.store.Tier`. Rows from below stay in memory."""
-        self.layout.check_rows(keys, out)
+        self.layout.check_out(keys, out)
         found = self._inside(keys)
         with self._counter.fetching() as count, self._lock:
             self._check_open()

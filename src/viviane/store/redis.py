@@ -189,7 +189,7 @@ class RedisTier:
 
     def fetch(self, keys: Keys, out: Rows) -> Found:
         """Copy rows to `out` and return which were found; see `viviane.store.Tier`."""
-        self.layout.check_rows(keys, out)
+        self.layout.check_out(keys, out)
         found = np.zeros(len(keys), np.bool_)
         with self._counter.fetching() as count:
             damaged = 0

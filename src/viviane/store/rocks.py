@@ -107,7 +107,7 @@ class RocksTier:
 
     def fetch(self, keys: Keys, out: Rows) -> Found:
         """Copy rows to `out` and return which were found; see `viviane.store.Tier`."""
-        self.layout.check_rows(keys, out)
+        self.layout.check_out(keys, out)
         with self._counter.fetching() as count:
             self._check_open()
             values = self._values(keys)

@@ -163,6 +163,12 @@ class RowLayout:
         if not is_array or rows.dtype != np.uint8 or rows.shape != wanted or not rows.flags.c_contiguous:
             raise ConfigError("rows have another form", value=_form(rows), allowed=f"uint8 {wanted}, C-contiguous")
 
+    def check_out(self, keys: Keys, out: Rows) -> None:
+        """Refuse what `check_rows` does, and read-only rows, which compiled code would write nevertheless."""
+        self.check_rows(keys, out)
+        if not out.flags.writeable:
+            raise ConfigError("rows that are written are read-only", value=_form(out), fix="pass an array of your own")
+
 
 def _check_column(column: Column, known: Mapping[str, int]) -> None:
     if not 1 <= len(column.name) <= _MAX_NAME or not column.name.isprintable():

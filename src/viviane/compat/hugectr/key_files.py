@@ -54,7 +54,7 @@ class KeyFilesTier:
 
     def fetch(self, keys: Keys, out: Rows) -> Found:
         """Copy rows to `out` and return which were found; see `viviane.store.Tier`."""
-        self.layout.check_rows(keys, out)
+        self.layout.check_out(keys, out)
         with self._counter.fetching() as count:
             found = np.zeros(len(keys), np.bool_)
             if len(self._keys):

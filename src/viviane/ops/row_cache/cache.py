@@ -87,9 +87,15 @@ class RowCache:
         Args:
             keys: (n,), int64, contiguous.
             out: (n, row_bytes), uint8; rows may be further apart, such as columns of a wider matrix.
+
+        Raises:
+            ConfigError: an array has another form, or `out` is read-only.
         """
         from viviane.ops.row_cache import cpu
 
+        self._check(keys, out)
+        if not out.flags.writeable or (len(keys) > 1 and abs(out.strides[0]) < self.row_bytes):
+            raise ConfigError("rows cannot be written here", value=f"writeable {out.flags.writeable}, {out.strides}")
         found = np.empty(len(keys), np.bool_)
         index = self._index  # kept alive while it is read, whatever a writer puts in its place
         cpu.find(
@@ -109,9 +115,13 @@ class RowCache:
             keys: (n,).
             rows: (n, row_bytes), contiguous.
             only: "present" replaces rows of keys that are there; "absent" leaves those alone.
+
+        Raises:
+            ConfigError: an array has another form.
         """
         from viviane.ops.row_cache import cpu
 
+        self._check(keys, rows)
         keys, rows = np.ascontiguousarray(keys), np.ascontiguousarray(rows)
         modes = {"all": 0, "present": 1, "absent": 2}
         done, count = 0, len(keys)
@@ -136,6 +146,7 @@ class RowCache:
         """Remove keys, and return how many were there."""
         from viviane.ops.row_cache import cpu
 
+        self._check_keys(keys)
         keys = np.ascontiguousarray(keys)
         with self._turn:
             removed = cpu.erase(
@@ -144,6 +155,22 @@ class RowCache:
             )  # fmt: skip
             self._tidy()
         return int(removed)
+
+    def _check(self, keys: NDArray[np.int64], rows: NDArray[np.uint8]) -> None:
+        """Refuse arrays that compiled code would read or write beyond their ends."""
+        self._check_keys(keys)
+        wanted = (len(keys), self.row_bytes)
+        if (
+            not isinstance(rows, np.ndarray)
+            or rows.dtype != np.uint8
+            or rows.shape != wanted
+            or (rows.size and rows.strides[1] != 1)
+        ):
+            raise ConfigError("rows have another form", value=_form(rows), allowed=f"uint8 {wanted}, each contiguous")
+
+    def _check_keys(self, keys: NDArray[np.int64]) -> None:
+        if not isinstance(keys, np.ndarray) or keys.dtype != np.int64 or keys.ndim != 1 or not keys.flags.c_contiguous:
+            raise ConfigError("keys have another form", value=_form(keys), allowed="int64 (n,), C-contiguous")
 
     def clear(self) -> None:
         """Remove all rows."""
@@ -208,3 +235,8 @@ class RowCache:
             rows = np.empty((len(part), self.row_bytes), np.uint8)
             found = self.find(part, rows)
             yield part[found], rows[found]
+
+
+def _form(value: Any) -> str:
+    is_array = isinstance(value, np.ndarray)
+    return f"{value.dtype} {value.shape}, strides {value.strides}" if is_array else type(value).__name__

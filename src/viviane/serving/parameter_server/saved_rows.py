@@ -67,7 +67,7 @@ class SavedRowsTier:
 
     def fetch(self, keys: Keys, out: Rows) -> Found:
         """Copy rows to `out` and return which were found; see `viviane.store.Tier`."""
-        self.layout.check_rows(keys, out)
+        self.layout.check_out(keys, out)
         if not self._is_open:
             raise StoreError("the tier is closed", where=self._where)
         with self._counter.fetching() as count:
