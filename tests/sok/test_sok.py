@@ -123,7 +123,7 @@ def test_arguments_of_another_type_are_refused(tmp_path: Path) -> None:
 KEYS = """
 import tensorflow as tf
 import viviane.tensorflow as sok
-from viviane.core.errors import DataError
+from viviane.core.errors import ConfigError, DataError
 
 sok.Init(global_batch_size=2)
 layer = sok.All2AllDenseEmbedding(max_vocabulary_size_per_gpu=10, embedding_vec_size=4)
@@ -134,13 +134,87 @@ for wrong in (tf.constant([[[3.0]]]), tf.constant([[[2**63]]], tf.uint64), tf.co
     except DataError as error:
         assert "not whole numbers" in str(error) and wrong.dtype.name in str(error), error
         print("refused")
+
+sizes = dict(max_vocabulary_size_per_gpu=10, embedding_vec_size=4)
+calls = {
+    "embedding_vec_size": lambda: sok.All2AllDenseEmbedding(max_vocabulary_size_per_gpu=10),
+    "max_nnz": lambda: sok.DistributedEmbedding(combiner="sum", slot_num=2, **sizes),
+    "combiner": lambda: sok.get_embedding("a", sok.DistributedEmbedding, slot_num=2, max_nnz=1, **sizes),
+    "slots": lambda: sok.All2AllDenseEmbedding(slots=2, **sizes),
+    "max_vocabulary_size_per_gpu": lambda: sok.All2AllDenseEmbedding([10], 4),
+}
+for name, call in calls.items():
+    try:
+        call()
+    except ConfigError as error:
+        assert name in str(error), error
+        print("refused")
 """
 
 
-def test_keys_of_a_dense_layer_are_whole_numbers() -> None:
+def test_layers_of_sok_1_refuse_other_keys_and_arguments() -> None:
     pytest.importorskip("tf_keras")
     added = {"TF_USE_LEGACY_KERAS": "1", "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": "-1"}
     command = [sys.executable, "-c", KEYS]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | added, timeout=280, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.split() == ["refused"] * 3
+    assert done.stdout.split() == ["refused"] * 8
+
+
+IN_GRAPHS = """
+import sys
+from pathlib import Path
+
+import numpy as np
+import tensorflow as tf
+
+import viviane.tensorflow as sok
+from viviane.core.errors import ConfigError, KeyRangeError
+
+sok.init()
+table = sok.Variable(np.ones((4, 2), np.float32), name="one")
+
+
+@tf.function
+def wrong(keys):
+    if tf.reduce_sum(keys) > 0:  # AutoGraph rewrites the function
+        keys = keys + 1
+    return sok.lookup_sparse(table, keys, combiners="max")
+
+
+@tf.function
+def wrong_inside(keys):
+    return wrong(keys)
+
+
+for call in (wrong, wrong_inside, lambda keys: tf.function(lambda one: sok.lookup_sparse(one))(keys)):
+    try:
+        call(tf.constant([[1]]))
+    except ConfigError as error:
+        assert "no such combiner" in str(error) or "sp_ids" in str(error)
+        print("own")
+
+script = Path(sys.argv[1])
+for in_function in ("lambda x: x", "tf.function"):
+    script.write_text(
+        "import numpy as np, tensorflow as tf, sparse_operation_kit as sok\\n"
+        "table = sok.Variable(np.ones((4, 2), np.float32), name='two')\\n"
+        f"({in_function})(lambda: sok.lookup_sparse(table, tf.constant([[9]]), combiners='sum'))()\\n"
+    )
+    try:
+        sok.run_script(script)
+    except KeyRangeError as error:
+        assert error.value == 9 and "table 'two'" in str(error) and error.__cause__ is None
+        print("own")
+"""
+
+
+def test_errors_of_ours_leave_graphs_as_they_are(tmp_path: Path) -> None:
+    """AutoGraph made a StagingError of them, and a call of the host an UnknownError with 60 lines of frames."""
+    program = tmp_path / "program.py"  # AutoGraph reads functions from files
+    program.write_text(IN_GRAPHS)
+    command = [sys.executable, str(program), str(tmp_path / "script.py")]
+    added = {"TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": "-1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | added, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.split() == ["own"] * 5

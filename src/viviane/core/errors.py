@@ -33,6 +33,9 @@ class VivianeError(Exception):
           allowed: 0 <= key < 5
     """
 
+    ag_pass_through = True
+    """By this TensorFlow's AutoGraph knows errors that leave `tf.function` as they are; others it replaces."""
+
     def __init__(
         self,
         what: str,

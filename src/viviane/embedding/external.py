@@ -10,8 +10,10 @@ import ctypes
 import itertools
 import math
 import threading
-from collections.abc import Mapping, Sequence
-from typing import Any, Final, TypeAlias
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
+from typing import Any, Final, ParamSpec, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,6 +28,10 @@ _MOST_WAITING: Final = 64
 _log = get_logger("embedding")
 
 
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+_MOST_RAISED: Final = 8
+_raised: deque[VivianeError] = deque(maxlen=_MOST_RAISED)
 _numbers = itertools.count()
 _Lookup: TypeAlias = tuple[Handover | None, torch.Size, torch.dtype]
 """What takes the gradient of a lookup, if anything does, and the shape and type that it has to have."""
@@ -300,6 +306,43 @@ def tensor_at(address: int, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
         return torch.empty(tuple(shape), dtype=dtype)
     memory = (ctypes.c_char * (count * dtype.itemsize)).from_address(address)
     return torch.frombuffer(memory, dtype=dtype).view(tuple(shape))
+
+
+def short_traceback(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Let errors of ours leave a function without the frames below it, for frameworks that put those into their text.
+
+    Example:
+        >>> @short_traceback
+        ... def call() -> None:
+        ...     raise DataError("a null")
+        >>> try:
+        ...     call()
+        ... except DataError as error:
+        ...     frames = error.__traceback__
+        >>> frames.tb_next.tb_frame.f_code.co_name, frames.tb_next.tb_next
+        ('call', None)
+    """
+
+    @wraps(function)
+    def call(*args: _P.args, **options: _P.kwargs) -> _R:
+        try:
+            return function(*args, **options)
+        except VivianeError as error:
+            own = error
+        _raised.append(own)
+        raise own.with_traceback(None)
+
+    return call
+
+
+def raised_in(text: str) -> VivianeError | None:
+    """Return the error that left a function of `short_traceback` and is in the text of a framework's, or None.
+
+    Example:
+        >>> raised_in("a compiler failed") is None
+        True
+    """
+    return next((one for one in reversed(_raised) if f"{type(one).__name__}: {one}" in text), None)
 
 
 def checked_rate(value: Any, where: str) -> float:

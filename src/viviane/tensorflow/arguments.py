@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,31 @@ from numpy.typing import NDArray
 
 from viviane.core.errors import ConfigError, expect
 from viviane.core.optional import require
+
+
+def fitting(where: str, function: Callable[..., Any], args: Sequence[Any], options: Mapping[str, Any]) -> None:
+    """Refuse arguments with which a function cannot be called.
+
+    Raises:
+        ConfigError: one is missing, unknown, or one too many.
+
+    Example:
+        >>> fitting("Saver", lambda filepath: None, (), {})
+        Traceback (most recent call last):
+        ...
+        viviane.core.errors.ConfigError: the arguments do not fit the call
+          where:   Saver
+          value:   "missing a required argument: 'filepath'"
+          allowed: filepath
+    """
+    signature = inspect.signature(function)
+    try:
+        signature.bind(*args, **options)
+    except TypeError as error:
+        names = [name for name, one in signature.parameters.items() if one.kind is not one.VAR_KEYWORD]
+        raise ConfigError(
+            "the arguments do not fit the call", where=where, value=str(error), allowed=", ".join(names) or "none"
+        ) from None
 
 
 def listed(what: str, value: Any) -> list[Any]:

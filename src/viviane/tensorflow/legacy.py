@@ -6,9 +6,9 @@ Shapes: B rows of the batch, S slots, L keys of a slot, D numbers a row.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -17,7 +17,7 @@ import numpy as np
 
 from viviane.core.errors import CheckpointError, ConfigError, DataError
 from viviane.core.files import write_bytes_atomic
-from viviane.tensorflow.arguments import float_rows, folder_of
+from viviane.tensorflow.arguments import fitting, float_rows, folder_of, number
 from viviane.tensorflow.lookup import all2all_dense_embedding, lookup_sparse
 from viviane.tensorflow.optimizer import Adam, OptimizerWrapper
 from viviane.tensorflow.processes import init, size
@@ -71,7 +71,7 @@ def _base() -> Any:
             super().__init__(**options)
             _check_key_type(key_dtype)
             self.max_vocabulary_size_per_gpu, self.embedding_vec_size = max_vocabulary_size_per_gpu, embedding_vec_size
-            rows = max_vocabulary_size_per_gpu * size()
+            rows = number("max_vocabulary_size_per_gpu", max_vocabulary_size_per_gpu, int) * size()
             name = f"{self.name}_embedding_variable"
             if use_hashtable:
                 self._variable = DynamicVariable(
@@ -191,7 +191,7 @@ def DistributedEmbedding(*args: Any, **options: Any) -> Any:  # noqa: N802 - SOK
         args, options: combiner, max_vocabulary_size_per_gpu, embedding_vec_size, slot_num, max_nnz, max_feature_num,
             use_hashtable, key_dtype, embedding_initializer, and those of a layer of Keras 2.
     """
-    return _distributed()(*args, **options)
+    return _layer(_distributed(), args, options)
 
 
 def All2AllDenseEmbedding(*args: Any, **options: Any) -> Any:  # noqa: N802 - SOK's name
@@ -201,7 +201,16 @@ def All2AllDenseEmbedding(*args: Any, **options: Any) -> Any:  # noqa: N802 - SO
         args, options: max_vocabulary_size_per_gpu, embedding_vec_size, slot_num, nnz_per_slot, dynamic_input,
             use_hashtable, key_dtype, embedding_initializer, and those of a layer of Keras 2.
     """
-    return _all_to_all()(*args, **options)
+    return _layer(_all_to_all(), args, options)
+
+
+def _layer(kind: Any, args: Sequence[Any], options: Mapping[str, Any]) -> Any:
+    """Make a layer, or name the argument that is missing, unknown or one too many."""
+    fitting(kind.__name__, partial(kind.__init__, None), args, options)
+    try:
+        return kind(*args, **options)
+    except TypeError as error:  # Keras refuses options that no layer has
+        raise ConfigError("the arguments do not fit the call", where=kind.__name__, value=str(error)) from error
 
 
 def get_embedding(name: str, constructor: Callable[..., Any] | None = None, **options: Any) -> Any:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from viviane.core.errors import ConfigError, DataError
-from viviane.embedding.external import tensor_at
+from viviane.embedding.external import short_traceback, tensor_at
 from viviane.tensorflow.arguments import listed, optional
 from viviane.tensorflow.tables import Table
 from viviane.tensorflow.variables import plain_python, table_of, tensorflow
@@ -179,10 +179,12 @@ def _look_up(
             out.append((values, offsets, weights))
         return out
 
+    @short_traceback
     def read(*arrays: Any) -> list[Any]:
         parts = unpacked(arrays)
         return [t.read(*own, name).float().numpy() for t, own, name in zip(tables, parts, names, strict=True)]
 
+    @short_traceback
     def begin(*arrays: Any) -> list[Any]:
         numbers, rows = [], []
         for table, own, name in zip(tables, unpacked(arrays), names, strict=True):
@@ -191,6 +193,7 @@ def _look_up(
             rows.append(found.float().numpy())
         return [np.asarray(numbers, np.int64), *rows]
 
+    @short_traceback
     def deliver(numbers: Any, *gradients: Any) -> list[Any]:
         together = zip(tables, numbers, gradients, names, strict=True)
         first = [table.deliver(int(n), _as_torch(np.asarray(g)), name) for table, n, g, name in together]

@@ -11,7 +11,7 @@ from viviane.config.optimizers import SGD as SGDSettings  # noqa: N811 - SOK has
 from viviane.config.optimizers import AdaGrad, AnyOptimizer, Ftrl
 from viviane.config.optimizers import Adam as AdamSettings
 from viviane.core.errors import ConfigError
-from viviane.embedding.external import checked_rate
+from viviane.embedding.external import checked_rate, short_traceback
 from viviane.ops.row_update import initial_state
 from viviane.tensorflow.arguments import listed
 from viviane.tensorflow.variables import plain_python, state_of, table_of, tensorflow
@@ -67,6 +67,7 @@ class OptimizerWrapper:
             if table.rule is None and not table.lookups.num_waiting:
                 table.set_rule(self.settings)
 
+        @short_traceback
         def step(rate: Any, *factors: Any) -> Any:
             for table, factor in zip(tables, factors, strict=True):
                 table.step(self.settings, checked_rate(rate, "OptimizerWrapper"), float(factor))

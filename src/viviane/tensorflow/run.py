@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Final
 
 from viviane.core.scripts import checked_script, installed_modules, missing_names_explained, run_as_main
+from viviane.embedding.external import raised_in
 
 _CHILD: Final = Path(__file__).parent / "child"
 
@@ -47,9 +48,22 @@ def run_script(script: str | Path, args: Sequence[str] = ()) -> None:
 
     Raises:
         ConfigError: there is no such script, or it needs a package that is not installed.
+        VivianeError: a table's, in place of the error that TensorFlow makes of it in a graph.
     """
     path = checked_script(script)
     if find_spec("tf_keras") is not None and "tensorflow" not in sys.modules:
         os.environ.setdefault("TF_USE_LEGACY_KERAS", "1")
-    with missing_names_explained(path), installed():
+    with missing_names_explained(path), _own_errors(), installed():
         run_as_main(path, args)
+
+
+@contextmanager
+def _own_errors() -> Iterator[None]:
+    """Raise errors of tables in place of those that TensorFlow makes of them when a graph calls the host."""
+    try:
+        yield
+    except Exception as error:
+        own = raised_in(str(error)) if type(error).__module__.startswith("tensorflow.") else None
+        if own is None:
+            raise
+        raise own from None

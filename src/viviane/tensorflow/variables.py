@@ -27,7 +27,7 @@ from viviane.embedding import (
     TableConfig,
     UniformInit,
 )
-from viviane.tensorflow.arguments import float_rows, listed, number, optional, type_name
+from viviane.tensorflow.arguments import fitting, float_rows, listed, number, optional, type_name
 from viviane.tensorflow.processes import size
 from viviane.tensorflow.tables import Table
 
@@ -51,7 +51,11 @@ def plain_python(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
     @wraps(function)
     def call(*args: _P.args, **options: _P.kwargs) -> _R:
-        result: _R = tensorflow().autograph.experimental.do_not_convert(function)(*args, **options)
+        try:
+            result: _R = tensorflow().autograph.experimental.do_not_convert(function)(*args, **options)
+        except TypeError:
+            fitting(function.__name__, function, args, options)
+            raise
         return result
 
     call.autograph_info__ = {}  # type: ignore[attr-defined]  # AutoGraph does not convert functions with this attribute

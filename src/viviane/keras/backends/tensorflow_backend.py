@@ -15,7 +15,7 @@ from torch import Tensor
 
 from viviane.core.errors import ConfigError
 from viviane.core.optional import require
-from viviane.embedding.external import ExternalLookups, checked_rate, tensor_at
+from viviane.embedding.external import ExternalLookups, checked_rate, short_traceback, tensor_at
 from viviane.embedding.whole_keys import array_keys
 
 _TYPES = {"int32": torch.int32, "int64": torch.int64, "float32": torch.float32, "float16": torch.float16}
@@ -87,7 +87,12 @@ def whole_keys(keys: Any, where: str) -> Any:
     if tf.executing_eagerly():
         return tf.convert_to_tensor(array_keys(keys.numpy(), where).to(torch.int64).numpy())
     _refuse_xla(where)
-    found = tf.numpy_function(lambda array: array_keys(array, where).to(torch.int64).numpy(), [keys], tf.int64)
+
+    @short_traceback
+    def check(array: np.ndarray[Any, Any]) -> Any:
+        return array_keys(array, where).to(torch.int64).numpy()
+
+    found = tf.numpy_function(check, [keys], tf.int64)
     found.set_shape(keys.shape)
     return found
 
@@ -105,14 +110,17 @@ def look_up(layer: Any, keys: Any, weights: Any, rate: Any, trains: bool) -> tup
     lookups: ExternalLookups = layer.lookups
     given = [keys] if weights is None else [keys, weights]
 
+    @short_traceback
     def read(*arrays: np.ndarray[Any, Any]) -> Any:
         return lookups.read(layer.columns.batch(*map(as_torch, arrays))).to(torch.float32).numpy()
 
+    @short_traceback
     def begin(*arrays: np.ndarray[Any, Any]) -> Any:
         # Copies: the update reads them, when TensorFlow has used the memory again.
         number, flat = lookups.begin(layer.columns.batch(*(as_torch(one).clone() for one in arrays)))
         return flat.to(torch.float32).numpy(), np.int64(number)
 
+    @short_traceback
     def end(number: Any, gradient: np.ndarray[Any, Any], rate: Any, token: Any) -> Any:
         scale = 1.0 if token == 0 else 1.0 / float(token)
         lookups.end(int(number), as_torch(gradient), checked_rate(rate, lookups.where), scale)
