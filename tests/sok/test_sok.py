@@ -135,6 +135,11 @@ for wrong in (tf.constant([[[3.0]]]), tf.constant([[[2**63]]], tf.uint64), tf.co
         assert "not whole numbers" in str(error) and wrong.dtype.name in str(error), error
         print("refused")
 
+def apply(pairs):
+    with sok.OptimizerScope([layer.embedding_variable]):
+        tf.keras.optimizers.Adam(0.1).apply_gradients(pairs)
+
+
 sizes = dict(max_vocabulary_size_per_gpu=10, embedding_vec_size=4)
 calls = {
     "embedding_vec_size": lambda: sok.All2AllDenseEmbedding(max_vocabulary_size_per_gpu=10),
@@ -142,6 +147,11 @@ calls = {
     "combiner": lambda: sok.get_embedding("a", sok.DistributedEmbedding, slot_num=2, max_nnz=1, **sizes),
     "slots": lambda: sok.All2AllDenseEmbedding(slots=2, **sizes),
     "max_vocabulary_size_per_gpu": lambda: sok.All2AllDenseEmbedding([10], 4),
+    "pairs": lambda: apply(zip([1.0])),
+    "grads_and_vars": lambda: apply(3),
+    "trainable_variables": lambda: sok.OptimizerScope(3).__enter__(),
+    "name": lambda: sok.get_embedding(["a"]),
+    "no such embedding": lambda: sok.get_embedding("b", 3),
 }
 for name, call in calls.items():
     try:
@@ -158,7 +168,7 @@ def test_layers_of_sok_1_refuse_other_keys_and_arguments() -> None:
     command = [sys.executable, "-c", KEYS]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | added, timeout=280, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.split() == ["refused"] * 8
+    assert done.stdout.split() == ["refused"] * 13
 
 
 IN_GRAPHS = """

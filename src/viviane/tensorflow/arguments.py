@@ -54,6 +54,19 @@ def listed(what: str, value: Any) -> list[Any]:
     raise ConfigError(f"{what} has the wrong type", value=type(value).__name__, allowed="a list")
 
 
+def pairs_of(grads_and_vars: Any) -> list[tuple[Any, Any]]:
+    """Return the pairs of a gradient and its variable.
+
+    Example:
+        >>> pairs_of(zip([1.0], ["v"]))
+        [(1.0, 'v')]
+    """
+    every = [tuple(listed("a pair of grads_and_vars", one)) for one in listed("grads_and_vars", grads_and_vars)]
+    if any(len(one) != 2 for one in every):
+        raise ConfigError("grads_and_vars are pairs", allowed="(gradient, variable)", fix="zip(gradients, variables)")
+    return every
+
+
 def float_rows(what: str, value: Any) -> NDArray[np.float32]:
     """Return an array of float32.
 

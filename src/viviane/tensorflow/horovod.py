@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from viviane.core.errors import ConfigError
+from viviane.tensorflow.arguments import listed
 from viviane.tensorflow.processes import group
 from viviane.tensorflow.variables import filter_variables, plain_python, tensorflow
 
@@ -74,7 +75,7 @@ def allreduce(tensor: Any, op: str = Average, name: Any = None, **_: Any) -> Any
 
 def broadcast_variables(variables: Sequence[Any], root_rank: int = 0) -> None:
     """Give the dense variables of one process to all; tables are shared anyway."""
-    _, dense = filter_variables(list(variables))
+    _, dense = filter_variables(listed("variables", variables))
     if size() == 1:
         return
     for variable in dense:

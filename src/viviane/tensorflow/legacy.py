@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from viviane.core.errors import CheckpointError, ConfigError, DataError
+from viviane.core.errors import CheckpointError, ConfigError, DataError, expect
 from viviane.core.files import write_bytes_atomic
-from viviane.tensorflow.arguments import fitting, float_rows, folder_of, number
+from viviane.tensorflow.arguments import fitting, float_rows, folder_of, listed, number, pairs_of
 from viviane.tensorflow.lookup import all2all_dense_embedding, lookup_sparse
 from viviane.tensorflow.optimizer import Adam, OptimizerWrapper
 from viviane.tensorflow.processes import init, size
@@ -215,8 +215,9 @@ def _layer(kind: Any, args: Sequence[Any], options: Mapping[str, Any]) -> Any:
 
 def get_embedding(name: str, constructor: Callable[..., Any] | None = None, **options: Any) -> Any:
     """Return the layer of a name; it is made by `constructor(**options)` at the first call."""
+    expect("name", name, str)
     if name not in _made:
-        if constructor is None:
+        if not callable(constructor):
             raise ConfigError("no such embedding", value=name, fix="pass its constructor at the first call")
         _made[name] = constructor(**options)
     return _made[name]
@@ -239,7 +240,7 @@ def OptimizerScope(trainable_variables: Sequence[Any]) -> Iterator[None]:  # noq
     Args:
         trainable_variables: those with tables.
     """
-    for variable in trainable_variables:
+    for variable in listed("trainable_variables", trainable_variables):
         table_of(variable)
     bases = {_owner(kind) for kind in _optimizer_classes()}
     before = {base: base.apply_gradients for base in bases}
@@ -264,7 +265,7 @@ def _owner(kind: Any) -> Any:
 def _routed(plain: Callable[..., Any]) -> Callable[..., Any]:
     @plain_python
     def apply_gradients(self: Any, grads_and_vars: Any, *args: Any, **options: Any) -> Any:
-        pairs = list(grads_and_vars)
+        pairs = pairs_of(grads_and_vars)
         own, _ = filter_variables([variable for _, variable in pairs])
         if not own:
             return plain(self, pairs, *args, **options)

@@ -13,7 +13,7 @@ from viviane.config.optimizers import Adam as AdamSettings
 from viviane.core.errors import ConfigError
 from viviane.embedding.external import checked_rate, short_traceback
 from viviane.ops.row_update import initial_state
-from viviane.tensorflow.arguments import listed
+from viviane.tensorflow.arguments import pairs_of
 from viviane.tensorflow.variables import plain_python, state_of, table_of, tensorflow
 
 
@@ -54,12 +54,7 @@ class OptimizerWrapper:
         loss scaling. The rows' gradients wait in the tables.
         """
         tf = tensorflow()
-        every = [tuple(listed("a pair of grads_and_vars", one)) for one in listed("grads_and_vars", grads_and_vars)]
-        if any(len(one) != 2 for one in every):
-            raise ConfigError(
-                "grads_and_vars are pairs", allowed="(gradient, variable)", fix="zip(gradients, variables)"
-            )
-        pairs = [(gradient, variable) for gradient, variable in every if gradient is not None]
+        pairs = [(gradient, variable) for gradient, variable in pairs_of(grads_and_vars) if gradient is not None]
         if not pairs:
             raise ConfigError("no variable has a gradient", fix="differentiate a loss that the lookups are part of")
         tables = [table_of(variable) for _, variable in pairs]
