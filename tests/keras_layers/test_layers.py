@@ -302,3 +302,31 @@ def test_options_that_cannot_be_are_refused(backend: str) -> None:
         assert raised, f"{name}: nothing was raised"
         assert not raised.startswith("NOT OURS"), name
         assert any(part in raised for part in ("  do:", "  allowed:")), name
+
+
+def test_rows_that_a_model_does_not_use_raise(backend: str) -> None:
+    """JAX dropped the lookup, and with it its error: nothing was trained, and nothing said so."""
+    for where, raised in result(backend, "unused_output").items():
+        assert "got no gradient" in raised, where
+
+
+def test_files_of_weights_load_into_another_model(backend: str) -> None:
+    """The table's name is the layer's, by which rows were not found."""
+    found = result(backend, "files_of_weights")
+    assert found["names"]
+    assert found["own"] == found["stock"] == found["memory"] == 0.0
+    assert ".keras" in found["hdf5"]
+
+
+def test_weights_of_a_bag_are_an_input(backend: str) -> None:
+    assert result(backend, "weighted_bag")["row"] == [3.5] * 4
+
+
+def test_batches_of_torch_in_both_forms(backend: str) -> None:
+    assert result(backend, "batches_of_torch")["same"]
+
+
+def test_ragged_and_sparse_keys_are_refused(backend: str) -> None:
+    found = result(backend, "uneven_rows")
+    assert set(found) == {"Embedding", "EmbeddingBag"}
+    assert all("to_tensor" in one for one in found.values())

@@ -5,8 +5,8 @@ Shapes: V rows of the table, D their width, B rows of the batch, L keys of a row
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Collection, Sequence
+from typing import Any, Final
 
 import keras
 import numpy as np
@@ -23,7 +23,10 @@ from viviane.keras.keys import checked_keys, host_keys, key_type
 from viviane.keras.layer import TableLayer
 from viviane.keras.optimizers import Rule, for_dynamic, load_optimizer, save_optimizer
 
-_FEATURE = "keys"
+_FEATURE: Final = "keys"
+_ROWS: Final = ".weight"
+_STOCK_ROWS: Final = "0"
+"""The name of its rows in a file of weights of `keras.layers.Embedding`."""
 
 
 class OneTable(TableLayer):
@@ -133,6 +136,26 @@ class OneTable(TableLayer):
                 allowed=str((self.input_dim, self.output_dim)),
             )  # fmt: skip
         self.collection.copy_rows(self._name, given)
+
+    def load_own_variables(self, store: Any) -> None:
+        """Read what `save_own_variables` wrote, or the rows of a `keras.layers.Embedding` alone.
+
+        Raises:
+            CheckpointError: the file holds another table, or another optimizer's state.
+        """
+        if set(store.keys()) == {_STOCK_ROWS} and self.dynamic is None:
+            self.set_weights([np.asarray(store[_STOCK_ROWS])])
+        else:
+            super().load_own_variables(store)
+
+    def _names_in(self, given: Collection[str]) -> dict[str, str]:
+        # The table's name is by default that of the layer, which Keras counts up with each layer of a process.
+        tables = [name.removesuffix(_ROWS) for name in given if name.endswith(_ROWS)]
+        if len(tables) != 1:
+            return super()._names_in(given)
+        own, [other] = f"{self._name}.", tables
+        found = {name: f"{other}.{name.removeprefix(own)}" for name in self._state()}
+        return {name: place for name, place in found.items() if place in given}
 
     def get_config(self) -> dict[str, Any]:
         """Return the layer's settings as plain data."""
@@ -328,9 +351,9 @@ class EmbeddingBag(OneTable):
         keys = checked_keys(inputs, self.key_dtype, self.where)
         return self.look_up(keys, None if weights is None else keras.ops.cast(weights, "float32"), training)
 
-    def compute_output_shape(self, input_shape: Any, weights_shape: Any = None) -> Any:
+    def compute_output_shape(self, inputs_shape: Any, weights_shape: Any = None) -> Any:
         """Return (B, D)."""
-        return (input_shape[0], self.output_dim)
+        return (inputs_shape[0], self.output_dim)
 
     def get_config(self) -> dict[str, Any]:
         """Return the layer's settings as plain data."""

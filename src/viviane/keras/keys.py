@@ -18,6 +18,7 @@ from viviane.embedding.whole_keys import array_keys, keys_of_32_bits, wrong_type
 from viviane.keras.backends import backend_of
 from viviane.keras.ffi import WIDE
 
+_UNEVEN: Final = ("RaggedTensor", "SparseTensor", "BCOO")
 _EXACT: Final = ("int8", "int16", "int32", "uint8", "uint16")
 _CHECKED: Final = ("uint32", "uint64", "float16", "bfloat16", "float32", "float64")
 
@@ -80,8 +81,9 @@ def host_keys(inputs: Any, key_dtype: str, where: str) -> Any:
 
     Raises:
         DataError: keys are not whole numbers, or the backend would cut them to 32 bits.
-        ConfigError: the backend cuts all keys of the layer's type.
+        ConfigError: the backend cuts all keys of the layer's type; or keys are a ragged or sparse tensor.
     """
+    _refuse_uneven_rows(inputs, where)
     own = isinstance(inputs, np.ndarray | np.generic | list | tuple | int | float)
     if not own and not (isinstance(inputs, torch.Tensor) and keras.backend.backend() != "torch"):
         return inputs
@@ -93,6 +95,16 @@ def host_keys(inputs: Any, key_dtype: str, where: str) -> Any:
     elif key_dtype == "int64":
         keys = keys.to(torch.int64)
     return keras.ops.convert_to_tensor(keys.numpy())
+
+
+def _refuse_uneven_rows(inputs: Any, where: str) -> None:
+    symbolic = isinstance(inputs, keras.KerasTensor) and (inputs.sparse or inputs.ragged)
+    if symbolic or type(inputs).__name__ in _UNEVEN:
+        raise ConfigError(
+            "keys are a matrix with as many columns in each row", where=where, value=type(inputs).__name__,
+            fix="pad the rows: keys.to_tensor() of a RaggedTensor, tf.sparse.to_dense(keys) of a SparseTensor; "
+            "EmbeddingBag(padding_key=0) and Embedding(mask_zero=True) leave the padding key out",
+        )  # fmt: skip
 
 
 def refuse_cut(array: Any, where: str) -> None:

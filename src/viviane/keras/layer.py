@@ -6,10 +6,10 @@ Shapes: B rows of the batch, K keys of a row, W columns of the output.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import keras
 import numpy as np
@@ -207,6 +207,19 @@ class TableLayer(keras.layers.Layer):
 
     # Saving -------------------------------------------------------------------------------------------------
 
+    def get_config(self) -> dict[str, Any]:
+        """Return the layer's settings as plain data.
+
+        Raises:
+            ConfigError: Keras writes its old format, which has variables alone, and rows are none.
+        """
+        if _writes_hdf5():
+            raise ConfigError(
+                "a file of HDF5 has no place for the tables' rows", where=self.where, value=".h5",
+                fix="save the model under a name that ends with .keras, or save_weights with .weights.h5",
+            )  # fmt: skip
+        return super().get_config()  # type: ignore[no-any-return]
+
     def save_own_variables(self, store: Any) -> None:
         """Write rows, optimizer state and the layer's weights, as Keras' `save` asks."""
         self.lookups.check()
@@ -221,12 +234,14 @@ class TableLayer(keras.layers.Layer):
         Raises:
             CheckpointError: the file holds other tables, or another optimizer's state.
         """
-        names = set(store.keys())
+        names, state = set(store.keys()), self._state()
+        written = self._names_in({_plain(name) for name in names if name.startswith(_TABLE)})
         given = {}
-        for name, tensor in self._state().items():
-            if _stored(name) not in names:
+        for name, tensor in state.items():
+            place = _stored(written.get(name, name))
+            if place not in names:
                 raise CheckpointError("the file lacks a part of a table", where=self.where, value=name)
-            given[name] = _to_tensor(np.asarray(store[_stored(name)]), tensor.dtype)
+            given[name] = _to_tensor(np.asarray(store[place]), tensor.dtype)
         try:
             self.collection.load_state_dict(given)
         except RuntimeError as error:
@@ -240,6 +255,9 @@ class TableLayer(keras.layers.Layer):
 
     def _restore_rows(self, rows: Mapping[str, Tensor]) -> None:
         state = rows_alone(self._state())
+        written = self._names_in(rows)
+        if len(written) == len(rows) == len(state):
+            rows = {name: rows[written[name]] for name in state}
         if rows.keys() != state.keys():
             raise CheckpointError(
                 "the rows are of other tables", where=self.where, value=", ".join(rows), allowed=", ".join(state)
@@ -250,6 +268,10 @@ class TableLayer(keras.layers.Layer):
         except RuntimeError as error:
             raise CheckpointError("the rows do not fit the tables", where=self.where, value=str(error)) from error
 
+    def _names_in(self, given: Collection[str]) -> dict[str, str]:
+        """Return the names that parts of the tables have among those of another layer, by their own names."""
+        return {name: name for name in self._state() if name in given}
+
     def _state(self) -> Mapping[str, Tensor]:
         return self.collection.state_dict()
 
@@ -257,8 +279,23 @@ class TableLayer(keras.layers.Layer):
         return {_stored(name): _to_numpy(tensor) for name, tensor in self._state().items()}
 
 
+def _writes_hdf5() -> bool:
+    try:
+        from keras.src.backend.common.global_state import get_global_attribute
+    except ImportError:  # another version of Keras: loading such a file raises, too
+        return False
+    return bool(get_global_attribute("use_legacy_config"))
+
+
+_TABLE: Final = "table."
+
+
 def _stored(name: str) -> str:
-    return "table." + name.replace("/", "|")  # a slash would open a group of the file
+    return _TABLE + name.replace("/", "|")  # a slash would open a group of the file
+
+
+def _plain(stored: str) -> str:
+    return stored.removeprefix(_TABLE).replace("|", "/")
 
 
 def _to_numpy(tensor: Tensor) -> np.ndarray[Any, Any]:

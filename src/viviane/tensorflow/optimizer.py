@@ -56,7 +56,10 @@ class OptimizerWrapper:
         tf = tensorflow()
         pairs = [(gradient, variable) for gradient, variable in pairs_of(grads_and_vars) if gradient is not None]
         if not pairs:
-            raise ConfigError("no variable has a gradient", fix="differentiate a loss that the lookups are part of")
+            raise ConfigError(
+                "no variable has a gradient", fix="differentiate a loss that the lookups are part of. A model of Keras "
+                "3 does not list these variables: keep them in a list of your own, or pip install tf_keras",
+            )  # fmt: skip
         tables = [table_of(variable) for _, variable in pairs]
         for table in tables:
             if table.rule is None and not table.lookups.num_waiting:

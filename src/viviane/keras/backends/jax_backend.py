@@ -73,7 +73,12 @@ def look_up(layer: Any, keys: Any, weights: Any, rate: Any, trains: bool) -> tup
     number = register(layer.lookups)
     given = (keys,) if weights is None else (keys, weights)
     if trains:
-        flat, token = _training(number, layer.width, layer.compute_dtype)(layer.anchor.value, rate, *given)
+        anchor = layer.anchor.value
+        flat, token, called = _training(number, layer.width, layer.compute_dtype)(anchor, rate, *given)
+        if isinstance(anchor, jax.core.Tracer):
+            # The layer's state depends on the call: JAX would drop a lookup whose rows and gradient nothing uses, and
+            # with it the error that its gradient never came.
+            layer.iterations.assign(layer.iterations.value + called)
         return flat, token
     anchor = layer.anchor.value if layer.trainable else jax.lax.stop_gradient(layer.anchor.value)
     return _reading(number, layer.width, layer.compute_dtype)(anchor, *given), jax.numpy.zeros(())
@@ -91,8 +96,8 @@ def _primitive() -> Any:
 
     It is declared to have side effects for XLA, which neither drops nor merges its calls, but not for JAX. With
     `jax.ffi.ffi_call`, which declares them for both, each call of a compiled function goes through JAX's Python code,
-    and that takes longer than the lookup. JAX may drop calls whose results are not used; a lookup without the call for
-    its gradient raises an error later.
+    and that takes longer than the lookup. JAX may drop calls whose results are not used; `look_up` puts one of each
+    lookup in training into the layer's state, so that one without the call for its gradient raises an error later.
     """
     import numpy as np
     from jax.extend.core import Primitive
@@ -149,15 +154,15 @@ def _training(number: int, width: int, dtype: str) -> Any:
     def look_up(anchor: Any, rate: Any, keys: Any, *weights: Any) -> Any:
         # It is this body that runs where nothing differentiates the layer.
         (values,) = _call(REFUSE, number, ((keys.shape[0], width), dtype))(anchor, keys, *weights)
-        return values, jnp.zeros(())
+        return values, jnp.zeros(()), jnp.zeros((), "int32")
 
     def forward(anchor: Any, rate: Any, keys: Any, *weights: Any) -> Any:
         flat, waiting = _call(BEGIN, number, ((keys.shape[0], width), dtype), ((), "int32"))(anchor, keys, *weights)
-        return (flat, jnp.zeros(())), (waiting, rate, len(weights))
+        return (flat, jnp.zeros(()), 0 * waiting), (waiting, rate, len(weights))
 
     def backward(kept: Any, gradients: Any) -> Any:
         waiting, rate, num_weights = kept
-        gradient, token = gradients
+        gradient, token, _ = gradients
         (zero,) = _call(END, number, ((), "float32"))(waiting, gradient, rate, token)
         return (zero, None, None, *(None,) * num_weights)
 

@@ -30,13 +30,14 @@ class Steps:
     def train(self, inputs: Sequence[Any], rows: Sequence[torch.Tensor], y: Any, weight: Any) -> Any:
         """Train on a batch: metrics, gradients of rows, rates, the loss scale."""
         given = [self._jax.dlpack.from_dlpack(row) for row in rows]
+        inputs, y, weight = keras.tree.map_structure(_array, (list(inputs), y, weight))
         if self._state is None or not self._ready:
             self.sync()
             self._build_metrics(inputs, given, y, weight)
             self.refresh()
             self._ready = True
         assert self._state is not None
-        trained, others, logs, gradients, rates, scale = self._compiled(*self._state, list(inputs), given, y, weight)
+        trained, others, logs, gradients, rates, scale = self._compiled(*self._state, inputs, given, y, weight)
         self._state = (trained, others)
         found = [torch.utils.dlpack.from_dlpack(one) for one in gradients]
         numbers = [float(np.asarray(rate)) for rate in rates]
@@ -100,6 +101,13 @@ class Steps:
         """Take the weights from the model's variables."""
         self._metrics_too()
         self._state = ([one.value for one in self._trained], [one.value for one in self._others])
+
+
+def _array(given: Any) -> Any:
+    """Return an array of another framework as JAX's; a compiled step takes NumPy's and JAX's, and None."""
+    if given is None or isinstance(given, np.ndarray) or hasattr(given, "sharding"):
+        return given
+    return keras.ops.convert_to_tensor(given)
 
 
 def _now(scope: Any, variable: Any, before: Any) -> Any:

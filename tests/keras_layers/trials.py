@@ -1,0 +1,110 @@
+"""What a user of Keras tries after the first model: see scenarios.py."""
+
+import tempfile
+from pathlib import Path
+
+import keras
+import numpy as np
+from networks import BACKEND, DIM, KEYS, LABELS, SIZE, VOCABULARY, embedding, network, trained
+
+import viviane.keras as vk
+
+
+class Unused(keras.Model):
+    """A model that looks rows up and does not use them."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows = embedding("own", keras.optimizers.SGD(0.1))
+        self.out = keras.layers.Dense(1)
+
+    def call(self, keys, training=None):
+        self.rows(keys, training=training)
+        return self.out(keras.ops.cast(keys, "float32"))
+
+
+def unused_output():
+    """Rows whose vectors go nowhere: a model is not saved as if they had been trained."""
+    model = Unused()
+    model.compile("sgd", "mse")
+    found = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for what, epochs in (("save", 1), ("training", 35)):
+            try:
+                model.fit(KEYS[: 2 * SIZE], LABELS[: 2 * SIZE], batch_size=SIZE, epochs=epochs, verbose=0)
+                if what == "save":
+                    model.save(Path(folder) / "model.keras")
+                found[what] = ""
+            except Exception as error:
+                found[what] = str(error)
+    return found
+
+
+def files_of_weights():
+    """Files of weights load into a model whose layers Keras has counted up, those of the stock layer too."""
+    model, _, _ = trained("own", lambda: keras.optimizers.Adam(0.01), steps=3)
+    stock, _, _ = trained("stock", lambda: keras.optimizers.SGD(0.1), steps=3)
+    found = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for name, one in (("own", model), ("stock", stock)):
+            one.save_weights(Path(folder) / f"{name}.weights.h5")
+            again, layer = network("own", keras.optimizers.Adam(0.01))
+            again.load_weights(Path(folder) / f"{name}.weights.h5")
+            found[name] = float(np.abs(again.predict(KEYS[:8], verbose=0) - one.predict(KEYS[:8], verbose=0)).max())
+        found["names"] = layer.name != vk.table_layers(model)[0].name
+        again, _ = network("own", keras.optimizers.Adam(0.01))
+        again.set_weights(model.get_weights())
+        found["memory"] = float(np.abs(again.predict(KEYS[:8], verbose=0) - model.predict(KEYS[:8], verbose=0)).max())
+        try:
+            model.save(Path(folder) / "model.h5")
+            found["hdf5"] = ""
+        except Exception as error:
+            found["hdf5"] = str(error)
+    return found
+
+
+def weighted_bag():
+    """The weights of a bag are a second input of the layer."""
+    keys, scales = keras.Input((3,), dtype="int32"), keras.Input((3,))
+    layer = vk.EmbeddingBag(VOCABULARY, DIM, combiner="sum", optimizer="sgd", embeddings_initializer="ones")
+    model = keras.Model([keys, scales], layer(keys, scales))
+    given = np.array([[1.0, 2.0, 0.5]], "float32")
+    return {"row": model.predict([KEYS[:1], given], verbose=0)[0].tolist()}
+
+
+def batches_of_torch():
+    """A DataLoader of torch in both forms: the figures of arrays."""
+    import torch
+
+    keys, labels = KEYS[: 3 * SIZE], LABELS[: 3 * SIZE]
+    loader = torch.utils.data.DataLoader(
+        torch.utils.data.TensorDataset(torch.from_numpy(keys), torch.from_numpy(labels)), batch_size=SIZE
+    )
+    rows = []
+    for form in ("arrays", "layer", "fast"):
+        optimizer = keras.optimizers.SGD(0.1)
+        model, layer = network("own", optimizer)
+        model.compile(optimizer, "mse")
+        if form == "arrays":
+            model.fit(keys, labels, batch_size=SIZE, shuffle=False, verbose=0)
+        elif form == "layer":
+            model.fit(loader, verbose=0)
+        else:
+            vk.fit(model, loader, verbose=0)
+        rows.append(layer.get_weights()[0])
+    return {"same": all(bool((one == rows[0]).all()) for one in rows)}
+
+
+def uneven_rows():
+    given = keras.KerasTensor((None, 3), dtype="int32", sparse=True)
+    if BACKEND == "tensorflow":
+        import tensorflow as tf
+
+        given = tf.ragged.constant([[1, 2], [3]])
+    found = {}
+    for layer in (vk.Embedding(VOCABULARY, DIM), vk.EmbeddingBag(VOCABULARY, DIM)):
+        try:
+            layer(given)
+        except Exception as error:
+            found[type(layer).__name__] = str(error)
+    return found
