@@ -19,7 +19,7 @@ import numpy as np
 
 import viviane as vv
 from viviane.data.streaming import KafkaStream
-from viviane.report.chart import Line, line_chart
+from viviane.report.chart import Line, line_picture
 
 NUM_USERS, NUM_ITEMS = 200, 400
 SCHEMA = vv.Schema(
@@ -104,7 +104,7 @@ def main() -> None:
         number = publication.publish()
         if not served.tables.updates.wait_for(number, 60):
             raise SystemExit("the served model has not followed within a minute")
-    chart = line_chart([Line(name, points) for name, points in lines.items()], x_label="window", y_label="AUC")
+    chart = line_picture([Line(name, points) for name, points in lines.items()], x_label="window", y_label="AUC")
     (folder / "online_learning.svg").write_text(chart)
     for name, points in lines.items():
         print(f"{name.split(',')[0]}: AUC {np.mean([value for _, value in points]):.4f}")

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from viviane import report
-from viviane.report.chart import Line, bar_chart, line_chart, share_bar
+from viviane.report.chart import Line, bar_chart, line_chart, line_picture, share_bar
 from viviane.report.panels import WHOLE
 from viviane.report.scale import Scale, short, span, thin
 
@@ -113,3 +113,18 @@ def test_points_without_an_order_are_not_joined():
     svg = parse(line_chart([dots], x_label="lr", y_label="AUC"))
     assert len(svg.findall(".//circle")) == 3
     assert not svg.findall(".//path[@class='line c0']")
+
+
+def test_a_picture_is_a_whole_file() -> None:
+    lines = [Line("a < b", [(1, 0.5), (2, 0.7)]), Line("c", [(1, 0.1), (2, 0.2)], tone=5)]
+    root = ET.fromstring(line_picture(lines, x_label="x", y_label="y"))
+    space = "{http://www.w3.org/2000/svg}"
+    assert root.tag == f"{space}svg"
+    assert [one.text for one in root.iter(f"{space}text")][-2:] == ["a < b", "c"]
+    assert len(root.findall(f"{space}path")) == 2
+    assert "Nothing" in line_picture([], x_label="x", y_label="y")
+
+
+@pytest.mark.parametrize("file", sorted((Path(__file__).parents[2] / "docs").rglob("*.svg")), ids=lambda one: one.name)
+def test_pictures_of_the_documentation_are_whole_files(file: Path) -> None:
+    assert ET.parse(file).getroot().tag == "{http://www.w3.org/2000/svg}svg"

@@ -10,12 +10,18 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
+from typing import Final
 
 from viviane.report.scale import Scale, short, span, thin
 
 Point = tuple[float, float]
 
 LEFT, RIGHT, TOP, BOTTOM = 64, 16, 14, 40
+_TONES: Final = ("#2f62c9", "#d9702b", "#1f8a70", "#a63d7d", "#8a6d1b", "#5a4fc0", "#3b8ea5", "#7a7f8c")
+_PICTURE_STYLE: Final = (  # tones that can be seen on white and on black
+    "text{font:11px sans-serif;fill:#7a8194}.grid{stroke:#9aa3b5;stroke-opacity:.3}.line{fill:none;stroke-width:2}"
+    + "".join(f".line.c{i}{{stroke:{tone}}}.dot.c{i}{{fill:{tone}}}" for i, tone in enumerate(_TONES))
+)
 
 
 @dataclass(frozen=True)
@@ -83,6 +89,28 @@ def line_chart(
                 for x, y in points
             )
     return _svg(parts, width, height, y_label) + _legend([line for line, _ in kept])
+
+
+def line_picture(lines: Sequence[Line], *, x_label: str, y_label: str, width: int = 520, height: int = 290) -> str:
+    """Return a line chart as the content of an SVG file, whose style and legend are inside.
+
+    Example:
+        >>> line_picture([Line("auc", [(1, 0.6), (2, 0.7)])], x_label="step", y_label="AUC").startswith("<svg xmlns=")
+        True
+    """
+    chart, end, _ = line_chart(lines, x_label=x_label, y_label=y_label, width=width, height=height).partition("</svg>")
+    drawn = chart.partition(">")[2] if end else f'<text x="{LEFT}" y="{height // 2}">Nothing was recorded.</text>'
+    keys = "".join(
+        f'<rect class="dot c{line.tone if line.tone is not None else i % 8}" x="{LEFT}" y="{height + 18 * i}" '
+        f'width="11" height="11" rx="3"/><text class="name" x="{LEFT + 17}" y="{height + 18 * i + 10}">'
+        f"{escape(line.name)}</text>"
+        for i, line in enumerate(lines)
+    )
+    whole = height + 18 * len(lines) + 4
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {whole}" role="img" '
+        f'aria-label="{escape(y_label)}"><style>{_PICTURE_STYLE}</style>{drawn}{keys}</svg>\n'
+    )
 
 
 def _visible(points: Sequence[Point], log_x: bool, log_y: bool) -> list[Point]:
