@@ -124,5 +124,5 @@ print("test: " + ", ".join(f"{name} {value:.4f}" for name, value in metrics.comp
 
 values = viviane.etl.FittedEtl.load(folder / "events" / "train" / "etl.zip").vocabularies["item"].values.to_pylist()
 names = dict(enumerate(values, 3))
-print("the first user had", ", ".join(str(names.get(int(i), "?")) for i in asked[0]))
+print("the first user had, at last,", ", ".join(str(names.get(int(i), "?")) for i in asked[0][-10:]))
 print("and is shown", ", ".join(str(names.get(int(i), "?")) for i in found.items[0] if i >= 0))

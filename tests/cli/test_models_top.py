@@ -55,6 +55,16 @@ def test_versions_are_listed_loaded_and_rolled_back(server: Any) -> None:
     assert say("models", "list", url) == ""
 
 
+def test_a_refusal_is_told_as_the_server_does(server: Any, tmp_path: Path) -> None:
+    entry = {"name": "ctr", "path": str(tmp_path / "ctr"), "session": {"device": "cpu"}}
+    closed = vv.Server({"http_port": 0, "grpc_port": None, "inference": {"models": [entry]}})
+    with closed, pytest.raises(ConfigError) as refused:
+        models.load(closed.url, "ctr", 3)
+    lines = str(refused.value).splitlines()
+    assert lines[0] == "the server refuses the request: this server loads and unloads nothing over the network"
+    assert lines[-1] == "  do:      start it with --allow-load"
+
+
 def test_words_that_cannot_be_are_refused() -> None:
     for words, message in (
         (["lode", "http://a", "ctr"], "did you mean 'load'"),

@@ -40,7 +40,8 @@ def test_rows_go_in_and_come_out(saved: Path, tmp_path: Path) -> None:
     given = [str(saved), "--config", str(config)]
     assert "emb.city: 40 rows written" in run("import", *given)
     assert "emb.city: 0 rows written" in run("import", *given)
-    assert "rocksdb 40, snapshot 40" in run("inspect", *given)
+    told = run("inspect", *given)
+    assert "emb.city: weight float32 x 4, 16 bytes a row; rows: rocksdb 40, snapshot 40\n" in told
     assert "check sum" in run("verify", *given)
     run("export", *given, "-o", str(tmp_path / "out"))
     layout = json.loads((tmp_path / "out" / "emb.city" / "layout.json").read_text())
@@ -60,6 +61,7 @@ def test_a_column_named_like_a_path_stays_in_the_folder(tmp_path: Path) -> None:
     assert {one.parent.parent for one in tmp_path.rglob("keys.i64")} == {out}
     with pytest.raises(ConfigError, match="the output exists"):
         run("export", *given, "-o", str(out))
+    assert "40 rows" in run("export", *given, "-o", str(out), "--overwrite")
 
 
 def test_what_cannot_be_is_refused(saved: Path, tmp_path: Path) -> None:

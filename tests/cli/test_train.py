@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner
 
-from viviane.cli import main
+from viviane.cli import main, train
 from viviane.cli.train_config import TrainConfig, read_train_config
 from viviane.core.errors import ConfigError, VivianeError
 from viviane.core.locks import locked
@@ -277,3 +277,7 @@ def test_commands_say_what_is_wrong_and_end_with_1(place: Path) -> None:
             del content["files"]["etl.zip"]
             (model / file).write_text(json.dumps(content))
     assert "carries no ETL" in fails("predict", "plain", "raw/valid.txt", "-o", "x.csv")
+
+
+def test_speeds_are_whole_numbers_in_the_summary() -> None:
+    assert [train._number(630.3, name) for name in ("samples_per_second", "loss")] == ["630", "630.30000"]

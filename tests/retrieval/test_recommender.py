@@ -137,6 +137,8 @@ def test_saved_and_loaded_it_recommends_the_same(two_stage, tmp_path) -> None:
     two_stage.both.save(tmp_path / "made")  # an older one is replaced
     with pytest.raises(SchemaError, match="not in the catalogue"):
         again.similar([ITEMS], 3)
+    with pytest.raises(SchemaError, match=f"allowed: 3 to {ITEMS - 1}"):
+        again.similar([5, 2], 3)  # a reserved id
     # A model put in place of the one that the index was built of:
     two_stage.both.sources[0].model.save(tmp_path / "made" / "retrieval-hstu" / "other")
     other = tmp_path / "made" / "retrieval-hstu"

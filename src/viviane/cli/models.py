@@ -91,12 +91,23 @@ def ask(url: str, path: str, content: dict[str, Any] | None = None) -> Any:
         with urllib.request.urlopen(request, timeout=TIMEOUT_S) as reply:
             body = reply.read(MAX_REPLY_BYTES + 1)
     except urllib.error.HTTPError as error:
-        raise ConfigError("the server refuses the request", where=url + path, value=_reason(error)) from None
+        raise _refusal(_reason(error), url + path) from None
     except (OSError, HTTPException, ValueError) as error:  # ValueError: a redirection to an invalid address
         raise RemoteError(
             "no server responds", where=url, value=str(error), fix="start it, or check the port"
         ) from None
     return parse_json(body or b"{}", where=url + path, error=RemoteError, max_bytes=MAX_REPLY_BYTES)
+
+
+def _refusal(reason: str, where: str) -> ConfigError:
+    """Return a server's message, whose further lines say value, what is allowed and what to do, as an error here."""
+    problem, *more = reason.splitlines() or [""]
+    said = {name.strip(): printable(text.strip()) for name, sign, text in (one.partition(":") for one in more) if sign}
+    value = said.get("value")
+    return ConfigError(
+        f"the server refuses the request: {printable(problem)}", where=where,
+        value=None if value is None else value.strip("'"), allowed=said.get("allowed"), fix=said.get("do"),
+    )  # fmt: skip
 
 
 def _reason(error: urllib.error.HTTPError) -> str:

@@ -48,10 +48,11 @@ def export_rows(
     config: Tiers,
     output: Annotated[Path, typer.Option("--output", "-o", help="A folder, which is made.")],
     version: Version = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing output.")] = False,
 ) -> None:
     """Write the rows that the store has now: keys.i64 and rows.bin a table."""
     with _tables(model, config, version) as tables:
-        _export(tables, output)
+        _export(tables, output, overwrite=overwrite)
 
 
 @app.command()
@@ -60,7 +61,8 @@ def inspect(model: Saved, config: Tiers, version: Version = None) -> None:
     with _tables(model, config, version) as tables:
         for name, table in tables.items():
             tiers = ", ".join(f"{level.tier.name} {level.tier.num_rows():,}" for level in table.levels)
-            typer.echo(f"{name}: {table.layout}; rows: {tiers}")
+            columns = ", ".join(f"{one.name} {one.dtype} x {one.width}" for one in table.layout.columns)
+            typer.echo(f"{name}: {columns}, {table.layout.row_bytes} bytes a row; rows: {tiers}")
 
 
 @app.command()
@@ -124,9 +126,9 @@ def _rows(table: TableHierarchy) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         yield keys[~there], rows[~there]
 
 
-def _export(tables: Mapping[str, TableHierarchy], output: Path) -> None:
+def _export(tables: Mapping[str, TableHierarchy], output: Path, *, overwrite: bool) -> None:
     counts: dict[str, int] = {}
-    with replace_folder(output, overwrite=False) as work:
+    with replace_folder(output, overwrite=overwrite) as work:
         for name, table in tables.items():
             folder = check_file_name(quote(name, safe=".-_"), where=f"table {name!r}")
             counts[folder] = _write_rows(table, work / folder)

@@ -124,19 +124,19 @@ def _show(history: History) -> None:
         for row in rows:
             table.add_column(row["split"], justify="right")
         for name in names:
-            table.add_row(name.replace("_", " "), *(_number(row.get(name)) for row in rows))
+            table.add_row(name.replace("_", " "), *(_number(row.get(name), name) for row in rows))
     else:
         for name in names:
             table.add_column(name.replace("_", " "), justify="right")
         for row in rows:
-            table.add_row(row["split"], *(_number(row.get(name)) for name in names))
+            table.add_row(row["split"], *(_number(row.get(name), name) for name in names))
     output().print(table)
     typer.echo(f"stopped by: {history.stopped}")
     if history.restored_step is not None:
         typer.echo(f"the model is that of step {history.restored_step:,}, the best evaluation; so are these figures")
 
 
-def _number(value: object) -> str:
+def _number(value: object, name: str) -> str:
     if isinstance(value, float):
-        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.5f}"
+        return f"{value:,.0f}" if abs(value) >= 1000 or name == "samples_per_second" else f"{value:.5f}"
     return "" if value is None else f"{value:,}" if isinstance(value, int) else str(value)

@@ -25,6 +25,7 @@ from viviane.retrieval.popularity import Popularity
 from viviane.retrieval.ranking import Ranker
 from viviane.retrieval.saving import load_parts, save_recommender
 from viviane.retrieval.vector_source import VectorSource
+from viviane.schema import RESERVED
 
 
 @dataclass(frozen=True)
@@ -157,10 +158,12 @@ class Recommender:
             SchemaError: an item is not in the catalogue.
         """
         asked = whole_numbers(items, np.int64, "items")
-        wrong = (asked < 0) | (asked >= self.num_items)
+        wrong = (asked < RESERVED.first) | (asked >= self.num_items)
         if asked.ndim != 1 or wrong.any():
             value = int(asked[wrong][0]) if wrong.any() else asked.shape
-            raise SchemaError("an item is not in the catalogue", value=value, allowed=f"0 to {self.num_items - 1}")
+            raise SchemaError(
+                "an item is not in the catalogue", value=value, allowed=f"{RESERVED.first} to {self.num_items - 1}"
+            )
         own = Histories(asked, np.arange(len(asked) + 1, dtype=np.int64))
         for source in self.sources:
             if isinstance(source, VectorSource):

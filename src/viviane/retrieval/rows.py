@@ -61,9 +61,9 @@ class Roles:
                 raise SchemaError(
                     "which column holds items? the schema has no history, whose vocabulary would tell",
                     value=", ".join(column.name for column in schema.one_hot)[:200],
-                    fix="specify it: item='item_id'; or train a model of histories, such as sasrec",
+                    fix="in Python, specify it: item='item_id'; or train a model of histories, such as sasrec",
                 )
-            raise SchemaError("the item column is ambiguous", value=value, fix="specify it: item='item_id'")
+            raise SchemaError("the item column is ambiguous", value=value, fix="in Python, specify it: item='item_id'")
         (found,) = items
         if found.num_ids is None:
             fix = "process the data with `viviane etl`, which encodes the items"
