@@ -47,6 +47,13 @@ WORDS = [
     "model.zoo=\"dlrm\"", "solver.plan=3", "metrics=3", "solver.lr=1e-4:0.1:log", "solver.lr=0:nan", "model.dim=2,x",
     "1,2,x", "0x", "-1x,nan", "é", "*", "[", "/dev/null", "/proc/self/mem", "1", "3", "18446744073709551616", "--help",
 ]  # fmt: skip
+LIKELY = [
+    "1", "2", "7", "0.5", "cpu", "auto", "csv", "parquet", "npy", "safetensors", "viviane", "norm", "raw", "criteo",
+    "exact", "ivf", "hnsw", "sq8", "skip", "reject", "fail", "duckdb", "rows:a=0.5,b=0.5", "fp32", "fp16", "bf16",
+    "int8", "plain", "kernels", "onnx", "torchscript", "aoti", "http", "grpc", "sgd", "adam", "uniform", "zipf", "item",
+    "click", "solver.lr=0.5", "m", "file", "3,4",
+]  # fmt: skip
+"""Values that some options take, so that a case comes beyond the command line."""
 NOT_DRAWN = {"--processes", "--gpus", "--max-restarts", "--install-triton", "--spark", "--master", "--seconds"}
 """Options that start processes, install, or only prolong."""
 FILES = {
@@ -168,7 +175,7 @@ def commands(folder: Path, url: str) -> dict[str, list[list[str]]]:
         "export": [[model, "--output", "exported", "--to", "torchscript"]],
         "serve": [["--config", str(folder / "serve.json")], [model, "--port", "0", "--grpc-port", "0"],
                   [model, "--write-only", "triton"]],
-        "models": [[url, "list"], [url, "load", "m"], [url, "rollback", "m", "--version", "1"]],
+        "models": [["list", url], ["load", url, "m"], ["unload", url, "m"], ["rollback", url, "m", "--version", "1"]],
         "top": [[url, "--once"]],
         "load-test": [[url, "--seconds", "0.1", "--concurrency", "1", "--rates", "", "--timeout-s", "1"]],
         "store": [["import", model, *tiers], ["inspect", model, *tiers], ["verify", model, *tiers],
@@ -240,11 +247,29 @@ def is_of_package(error: BaseException) -> bool:
     return any(part in last for part in ("/viviane/", "/site-packages/", "/lib/python"))
 
 
-def option_names(command: str) -> list[str]:
-    """All options of a command that may be drawn."""
-    one = get_command(main.app).get_command(None, command)  # type: ignore[attr-defined,arg-type]
-    names = [name for parameter in one.params for name in (*parameter.opts, *parameter.secondary_opts)]
-    return [name for name in names if name.startswith("-") and name not in NOT_DRAWN]
+def parsers(command: str) -> dict[str, Any]:
+    """A command as Click sees it, by "", or its subcommands by name."""
+    one: Any = get_command(main.app).get_command(None, command)  # type: ignore[attr-defined,arg-type]
+    return getattr(one, "commands", {"": one})
+
+
+def parser_of(command: str, words: list[str]) -> Any:
+    """The command, or its subcommand that the first word names; None if there is none."""
+    return parsers(command).get("" if "" in parsers(command) else words[0] if words else "")
+
+
+def options(command: str, words: list[str]) -> list[Any]:
+    """All options of a command line that may be drawn."""
+    found = getattr(parser_of(command, words), "params", [])
+    return [one for one in found if one.opts[0].startswith("-") and not NOT_DRAWN & {*one.opts}]
+
+
+def drawn_option(one: Any, rng: random.Random) -> list[str]:
+    """A flag, or an option with a value: one that some option takes, or a hostile word."""
+    name = rng.choice([*one.opts, *one.secondary_opts])
+    if getattr(one, "is_flag", False) and rng.random() < 0.8:
+        return [name]
+    return [name, rng.choice(LIKELY if rng.random() < 0.4 else WORDS)]
 
 
 def run_case(seed: int, name: str, samples: Path, work: Path, url: str) -> str:
@@ -260,8 +285,8 @@ def run_case(seed: int, name: str, samples: Path, work: Path, url: str) -> str:
             changed.write_bytes(mutate((samples / file).read_bytes(), rng))
     if changed is None or kind < 0.1:
         for _ in range(rng.randrange(1, 3)):
-            if rng.random() < 0.6 and (options := option_names(name)):
-                words += [rng.choice(options), rng.choice(WORDS)]
+            if rng.random() < 0.6 and (known := options(name, words)):
+                words += drawn_option(rng.choice(known), rng)
             else:
                 words[rng.randrange(len(words))] = rng.choice(WORDS)
     folder = work / "one"
@@ -298,8 +323,26 @@ def serves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(InferenceServer, "run", lambda self, started: self.start().stop())
 
 
-def test_every_command_is_driven(tmp_path: Path, url: str) -> None:
-    assert set(commands(tmp_path, url)) == set(main.COMMANDS)
+def test_every_command_and_subcommand_is_driven_by_a_valid_line(samples: Path, url: str) -> None:
+    """Those of groups were not, and the lines of `models` named none."""
+    lines = commands(samples, url)
+    assert set(lines) == set(main.COMMANDS)
+    for name, words in lines.items():
+        assert {line[0] for line in words} == set(parsers(name)) or "" in parsers(name), name
+        for line in words:
+            rest = line if "" in parsers(name) else line[1:]
+            parser_of(name, line).make_context(name, list(rest))  # a usage error where the line is none
+
+
+def test_every_option_may_be_drawn(samples: Path, url: str) -> None:
+    rng = random.Random(1)
+    for name, words in commands(samples, url).items():
+        for line in words:
+            every = {one for option in parser_of(name, line).params for one in option.opts if one.startswith("-")}
+            known = options(name, line)
+            found = {drawn_option(rng.choice(known), rng)[0] for _ in range(60 * len(known))} if known else set()
+            secondary = {one for option in known for one in option.secondary_opts}
+            assert every - NOT_DRAWN - {"--help"} <= found <= every | secondary, (name, line)
 
 
 @pytest.mark.usefixtures("serves_nothing")
