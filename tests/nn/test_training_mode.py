@@ -178,6 +178,8 @@ def test_parameters_and_batches_that_do_not_fit_are_refused():
         build_layer("GRU", {"num_output": 2, "batchsize": 4}, [(3, 2)])(torch.zeros(3, 3, 2))
     with pytest.raises(SchemaError, match=r"one row has no variance[\s\S]*drop_last=True"):
         build_layer("BatchNorm", {}, [(2,)])(torch.zeros(1, 2))
+    with pytest.raises(SchemaError, match=r"one row has no variance[\s\S]*layer 'top'[\s\S]*drop_last=True"):
+        build_layer("MLP", {"num_outputs": [3], "batch_norm": True}, [(2,)], name="top")(torch.zeros(1, 2))
     with pytest.raises(SchemaError, match="row to gather is not in the batch"):
         build_layer("Gather", {"indices": [0, 3]}, [(2,)])(torch.zeros(3, 2))
 

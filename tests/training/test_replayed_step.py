@@ -69,6 +69,23 @@ def test_a_bad_step_takes_itself_and_later_ones_back(replays, later, settings):
     assert_same_bits(all_of(eager), all_of(replayed))
 
 
+def test_steps_are_captured_again_when_changed_rows_are_noted(replays, caplog):
+    """A graph that was captured before would not mark the rows that it changes, and increments would lack them."""
+    trainer = trainer_of(True)
+    train(trainer, range(6))
+    storages = trainer.module.tables.all_storages()
+    for again in (1, 1):  # the second time notes go on in the same place
+        for storage in storages:
+            storage.follow_changes()
+        with caplog.at_level("INFO", "viviane.training.captured"):
+            train(trainer, range(6, 10))
+        trainer.settle()
+        assert caplog.text.count("capturing the training step again") == again
+    expected = torch.cat([fixed_batch(32, seed).one_hot[:, 0] for seed in range(6, 10)]).unique()
+    [user] = [storage for storage in storages if "user" in storage.tables]
+    assert user.changed_rows("user").tolist() == expected.tolist()
+
+
 def test_a_replay_does_not_go_beside_a_step_from_python(replays):
     """It waits for all of the current stream then: only a replay says from where on it reads nothing of its batch."""
     trainer = trainer_of(True)

@@ -9,7 +9,7 @@ from click_model import SCHEMA, ClickModel, assert_same_bits, make_batch, make_t
 from torch import nn
 
 from viviane.batch import Bag, Batch
-from viviane.config import SGD, Solver
+from viviane.config import SGD, Ftrl, Solver
 from viviane.core.errors import ConfigError, DataError
 from viviane.embedding import EmbeddingCollection, FeatureConfig, TableConfig
 from viviane.schema import Schema
@@ -236,3 +236,18 @@ def test_hooks_are_called_around_lookups_and_updates():
     assert_same_bits(before, tensors_of(trainer))
     assert trainer.step == 1
     assert hook.seen[2:] == [("before", make_batch().size, 2)]
+
+
+@pytest.mark.parametrize("where", ["dense", "tables", "schedule"])
+def test_ftrl_refuses_a_rate_of_zero(where):
+    module, solver = Product(), SOLVER.model_copy(update={"decay_start": 2, "decay_steps": 1})
+    if where != "dense":
+        table = TableConfig(name="c", num_rows=4, dim=1, optimizer=Ftrl())
+        module.tables = EmbeddingCollection([table], [FeatureConfig(name="c", table="c")], SGD())
+    trainer = Trainer(module, ONE, solver, Ftrl() if where == "dense" else SGD(), progress=False, tensorboard=False)
+    trainer.train_step(BATCH)
+    trainer.train_step(BATCH, 1e-3)
+    before = tensors_of(trainer)
+    with pytest.raises(ConfigError, match=r"FTRL divides by the learning rate, which is 0[\s\S]*step 3[\s\S]*end_lr"):
+        trainer.train_step(BATCH, None if where == "schedule" else 0.0)
+    assert_same_bits(tensors_of(trainer), before)

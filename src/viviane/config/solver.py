@@ -95,7 +95,8 @@ class Solver(Settings):
     """Smooth binary labels y to y (1 - s) + s / 2 in the training loss."""
     ema_decay: float | None = Field(default=None, gt=0, lt=1)
     """Evaluate, predict and save with a running mean of the weights, a = d a + (1 - d) w after each step, where
-    d = min(ema_decay, t / (t + 10)) at step t. Reduces noise on small data sets; needs one more copy of the weights."""
+    d = min(ema_decay, t / (t + 10)) at step t. Reduces noise on small data sets; needs one more copy of the weights.
+    Evaluations and checkpoints round the mean of rows that rest, so its last bits depend on the steps of both."""
     nan_guard: bool = True
     """Raise an error for a NaN or infinite loss or gradient before the update; it names batch and feature."""
     deterministic: bool = True

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, Protocol
 
@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from viviane.ops.capture import is_capturing
+from viviane.ops.capture import is_capturing, reached
 
 _SMALL_BYTES = 1 << 20  # below, the allocator hands out warm memory by itself
 _MOST = 4
@@ -176,11 +176,13 @@ class WideRows:
         self._memory, self._margins = memory, margins
         self._whole: Tensor | None = None
         self._put: list[Tensor] = []
+        self._wait_for_memory: Callable[[], None] | None = None
 
     def take(self, size: int, width: int, device: torch.device) -> Tensor:
         """Return a matrix (B, W) with any content, with a row stride of L + W + R."""
         margins = self._margins
         self._whole = self._memory.take(size, margins.front + width + margins.behind, device)
+        self._wait_for_memory = None if device.type == "cpu" else reached(device)
         return _detached_view(self._whole, margins.front, (size, width))
 
     @torch.no_grad()
@@ -198,6 +200,8 @@ class WideRows:
         widths = [sum(one.shape[1] for one in side) for side in (front, behind)]
         if widths != [margins.front, margins.behind] or any(one.device != whole.device for one in every):
             return
+        if self._wait_for_memory is not None:
+            self._wait_for_memory()  # in a branch of a graph, earlier kernels of the branch may still use it
         sides = whole[:, : margins.front], whole[:, whole.shape[1] - margins.behind :]
         for side, parts in zip(sides, (front, behind), strict=True):
             for target, part in zip(torch.split(side, [one.shape[1] for one in parts], 1), parts, strict=True):

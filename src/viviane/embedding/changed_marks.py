@@ -25,7 +25,7 @@ class ChangedMarks:
 
     def mark(self, rows: Tensor) -> None:
         """Note that rows have changed, repeated as they are."""
-        self._marks[rows.to(torch.int64)] = True
+        self._marks.index_fill_(0, rows.to(torch.int64), True)  # indexing would copy True to the device in a capture
 
     def mark_range(self, start: int, stop: int) -> None:
         """Note that all rows from `start` on and below `stop` have changed."""

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from viviane.core.errors import ConfigError
 from viviane.core.logging import get_logger
+from viviane.embedding.changed_marks import ChangedMarks
 from viviane.embedding.dynamic_config import AnyTable
 from viviane.embedding.row_lease import RowLease
 from viviane.embedding.row_mean import RowMean
@@ -195,6 +196,8 @@ class TableStorage(nn.Module, ABC):
     key_null: int
     lock: TableLock
     row_mean: RowMean | None
+    changed: ChangedMarks | None = None
+    """Rows that updates have changed, once an incremental checkpoint asks for them."""
 
     @property
     def capture_ineligible_reason(self) -> str | None:

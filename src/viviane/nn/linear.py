@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from viviane.config.base import Settings
 from viviane.nn.init import Initializer, InitializerName
+from viviane.nn.norm import check_variance
 from viviane.nn.registry import LAYERS, Layer, Shape
 from viviane.ops.linear import linear
 from viviane.ops.mlp import mlp, reason
@@ -190,6 +191,9 @@ class MLP(Layer):
         weights, biases = self._weights()
         if self._unfused(x, weights, biases) is None:
             return mlp(x, weights, biases, self._relu, is_fit=True)
+        for layer in self.layers:
+            if isinstance(layer, nn.BatchNorm1d):
+                check_variance(layer, x, self.name)
         return cast(Tensor, self.layers(x))
 
     def weights_to_pack(self) -> list[Tensor]:

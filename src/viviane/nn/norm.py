@@ -63,13 +63,22 @@ class BatchNorm(Layer):
         Raises:
             SchemaError: a training batch of one row, which has no variance.
         """
-        if self.training and x.shape[0] == 1:
-            raise SchemaError(
-                "a batch of one row has no variance to normalise with",
-                where=f"layer {self.name!r}",
-                fix="leave the last, shorter batch out: Solver(drop_last=True)",
-            )
+        check_variance(self.norm, x, self.name)
         return cast(Tensor, self.norm(x))
+
+
+def check_variance(norm: nn.BatchNorm1d, x: Tensor, layer: str) -> None:
+    """Refuse a training batch of one row, (1, n); several processes normalise over the global batch instead.
+
+    Raises:
+        SchemaError: the batch has no variance.
+    """
+    if norm.training and x.shape[0] == 1 and type(norm) is nn.BatchNorm1d:
+        raise SchemaError(
+            "a batch of one row has no variance to normalise with",
+            where=f"layer {layer!r}",
+            fix="leave the last, shorter batch out: Solver(drop_last=True)",
+        )
 
 
 class LayerNormParameters(Settings):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
@@ -40,6 +41,49 @@ def refuse_capture(device: torch.device, what: str, fix: str) -> None:
     """
     if is_capturing(device):
         raise ConfigError(f"{what} cannot be recorded in a CUDA graph", fix=fix)
+
+
+class _Collector:
+    """Python's garbage collector, kept off by any number of threads."""
+
+    def __init__(self) -> None:
+        self._lock, self._holders, self._was_on = threading.Lock(), 0, False
+
+    def hold(self) -> None:
+        with self._lock:
+            if not self._holders:
+                self._was_on = gc.isenabled()
+                gc.disable()
+            self._holders += 1
+
+    def release(self) -> None:
+        with self._lock:
+            self._holders -= 1
+            if not self._holders and self._was_on:
+                gc.enable()
+
+
+_collector = _Collector()
+
+
+@contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    """Collect garbage now, and none while a graph is recorded.
+
+    What is collected may free memory of the device, which ends the capture, and a reference cycle may hold gradients
+    whose memory the graph should have. Captures of several threads may overlap.
+
+    Example:
+        >>> with no_garbage_collection():
+        ...     gc.isenabled()
+        False
+    """
+    _collector.hold()
+    try:
+        gc.collect()
+        yield
+    finally:
+        _collector.release()
 
 
 _ahead: dict[torch.device, dict[Hashable, tuple[Tensor, Callable[[], None]]]] = {}
@@ -105,6 +149,18 @@ def branch(
     with torch.cuda.stream(side):
         yield join
         done.append(side.record_event())
+
+
+def reached(device: torch.device) -> Callable[[], None]:
+    """Return what lets another stream of a capture wait for all that the current one has recorded so far.
+
+    Example:
+        >>> reached(torch.device("cpu"))()
+    """
+    if not is_capturing(device):
+        return _nothing
+    event = torch.cuda.current_stream(device).record_event()
+    return lambda: torch.cuda.current_stream(device).wait_event(event)
 
 
 def join_branches(device: torch.device) -> None:

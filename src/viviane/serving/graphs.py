@@ -27,7 +27,7 @@ from torch import Tensor
 from viviane.batch import Batch
 from viviane.core.errors import KeyRangeError
 from viviane.model.module import GraphModule
-from viviane.ops.capture import forget_branches, join_branches, without_branches
+from viviane.ops.capture import forget_branches, join_branches, no_garbage_collection, without_branches
 from viviane.ops.key_rows import trusted_keys
 from viviane.ops.packing_ahead import PackedWeights, constant_weights
 from viviane.serving.forward import Forward
@@ -157,6 +157,7 @@ class GraphSlot:
             results_there = device_view(results, self._forward.device)
             self._forward.check()
             forget_branches(self._forward.device)  # left by another capture
+            stack.enter_context(no_garbage_collection())
             with torch.cuda.graph(graph, pool=self._lane.pool, stream=stream, capture_error_mode="thread_local"):
                 if reads_host:
                     fill()

@@ -53,7 +53,8 @@ class PartialPrediction:
 class InferenceSession:
     """A saved model, loaded to answer requests. All methods may be called from any number of threads.
 
-    `predict` gives the bits of `Model.predict` for the same rows in the same precision.
+    `predict` gives the bits of `Model.predict` for the same rows in the same precision; on a GPU, where
+    requests are padded, the last bits may differ.
 
     Args:
         path: a model folder, a run folder, or a folder of versions `1/`, `2/`, ...; a URL, too.

@@ -338,10 +338,15 @@ class Index(KeyIndex):
         there = (rows >= 0).nonzero().squeeze(1)
         own, num_free = rows[there], self._bounds.free_rows()
         self._remove(unique[there])
-        self.stamps[own] = -1
+        self._set_stamps(own, -1)
         self._free[num_free : num_free + len(own)] = own
         self._counters[NUM_FREE] += len(own)
         return len(own)
+
+    def _set_stamps(self, rows: Tensor, stamps: Tensor | int) -> None:
+        # Not by the view `stamps`: under deterministic algorithms torch copies the whole of a view whose elements lie
+        # apart, and most of the reserved addresses have no memory.
+        self._notes[2 * rows] = stamps
 
     def free_rows(self) -> Tensor:
         """Return the freed rows."""
@@ -356,9 +361,9 @@ class Index(KeyIndex):
         self._commit(len(rows) + len(free))
         self._allocate(max(len(keys), self._initial_rows))
         self.keys[rows] = keys
-        self.stamps[rows] = stamps
-        self.stamps[free] = -1
-        self._notes.view(-1, 2)[rows, 1] = 0
+        self._set_stamps(rows, stamps)
+        self._set_stamps(free, -1)
+        self._notes[2 * rows + 1] = 0
         if self.uses is not None and uses is not None:
             self.uses[rows] = uses.to(self.device)
         self._free[: len(free)] = free

@@ -90,11 +90,12 @@ class IncrementedTable(SavedTable):
             own = (places % keys.step == 0).nonzero().view(-1)
             if low >= high or not len(own):
                 continue
-            rows, to = found[name][first:last][own], places[own] // keys.step
+            rows, to = found[name][first:last][own], (places[own] // keys.step).to(target.device)
             if target.dim() == 1:
-                target[to] = rows
+                target[to] = rows.to(target.device)
             else:
-                target[to, low - start : high - start] = rows[:, low - shard.columns[0] : high - shard.columns[0]]
+                columns = rows[:, low - shard.columns[0] : high - shard.columns[0]]
+                target[to, low - start : high - start] = columns.to(target.device)
 
 
 # Reading ------------------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from viviane.batch import Batch
 from viviane.core.errors import ConfigError
 from viviane.core.logging import get_logger
 from viviane.embedding.base import LocalCollection
-from viviane.ops.capture import URGENT, forget_branches
+from viviane.ops.capture import URGENT, forget_branches, no_garbage_collection
 from viviane.ops.dense_update import Workspace
 from viviane.parallel import ShardedCollection
 from viviane.training.graph.captured_step import StepStatus, run_captured_step
@@ -131,10 +130,10 @@ class GraphCapture:
 
         counts = [] if own.optimizer is None else [group["step"] for group in own.optimizer.param_groups]
         own.discard()
-        gc.collect()  # gradients held by a reference cycle would keep their memory from the graph
         try:
             # The outer context restores the current stream: torch's own does not if a capture fails.
-            with self._through_peers(), static.looked_up(), torch.cuda.stream(torch.cuda.current_stream(own.device)):
+            here = torch.cuda.stream(torch.cuda.current_stream(own.device))
+            with no_garbage_collection(), self._through_peers(), static.looked_up(), here:
                 if own.mean is None and self._separates_input:  # a mean of rows reads the batch after the update
                     # A module may look up other keys than the batch's, which may not be resolvable.
                     self._input_graph_is_unused = True

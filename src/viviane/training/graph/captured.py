@@ -150,7 +150,7 @@ class CapturedSteps(Replays):
         while len(self._in_flight) >= _MAX_IN_FLIGHT:
             self._wait_oldest()
         own, step_status = self.step, self._step_status
-        rate = own.schedule.lr(step) if lr is None else lr
+        rate = own.rate(step, lr)
         factor = rate / own.solver.lr
         if own.optimizer is not None:
             own.optimizer.set_lr(rate, factor)
@@ -351,8 +351,8 @@ def _current(device: torch.device) -> AbstractContextManager[object]:
 
 
 def _table_state(storage: TableStorage) -> Hashable:
-    """Return the address of a storage's rows, and whether a table and its step count were replaced."""
-    return storage.weight.data_ptr(), storage.num_steps_was_set
+    """Return the address of rows, whether a table and its step count were replaced, and whether changes are noted."""
+    return storage.weight.data_ptr(), storage.num_steps_was_set, storage.changed is not None
 
 
 def _first_words(error: BaseException) -> str:

@@ -105,7 +105,7 @@ class HostExecutor(StepExecutor):
 
     def __init__(self, state: StepState, step: int, lr: float | None = None) -> None:
         self.state, self.step = state, step
-        self.rate = state.schedule.lr(step) if lr is None else lr
+        self.rate = state.rate(step, lr)
         self._start = perf_counter()
         self._loss_done = self._backward_done = self._start
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from viviane.batch import Batch
-from viviane.config import AnyOptimizer, Solver
+from viviane.config import AnyOptimizer, Ftrl, Solver
 from viviane.core.errors import ConfigError
 from viviane.core.locations import AnyPath
 from viviane.embedding.module_parts import collections_of, dense_parameters
@@ -98,6 +98,26 @@ class StepState:
             for storage in collection.all_storages():
                 storage.row_mean = None  # left by an earlier trainer
         self.captured = Replays()
+
+    def rate(self, step: int, lr: float | None) -> float:
+        """Return the learning rate of a step: the schedule's unless one is given.
+
+        Raises:
+            ConfigError: it is 0, and FTRL divides by it.
+        """
+        rate = self.schedule.lr(step) if lr is None else lr
+        if rate == 0 and self._has_ftrl():
+            raise ConfigError(
+                "FTRL divides by the learning rate, which is 0", where=f"step {step}",
+                fix="set end_lr of the solver above 0; FTRL's weights become 0 with the rate",
+            )  # fmt: skip
+        return rate
+
+    def _has_ftrl(self) -> bool:
+        rules: list[Any] = [None if self.optimizer is None else self.optimizer.rule.settings]
+        for collection in self.collections.values():
+            rules += [table.optimizer or collection.optimizer for table in collection.tables.values()]
+        return any(isinstance(one, Ftrl) for one in rules)
 
     def _build_optimizer(self, settings: AnyOptimizer) -> DenseOptimizer | None:
         if not self.parameters:
