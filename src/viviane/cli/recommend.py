@@ -38,7 +38,8 @@ def command(
         try:
             asked = [int(word) for word in similar.split(",")]
         except ValueError:
-            raise ConfigError("item ids are whole numbers", where="--similar", value=similar) from None
+            fix = "give ids as the ETL numbers them, which the column `item` of recommendations holds"
+            raise ConfigError("item ids are whole numbers", where="--similar", value=similar, fix=fix) from None
         found = recommender.similar(asked, k)
         for item, items, scores in zip(asked, found.items, found.scores, strict=True):
             near = ", ".join(f"{names(one)} {score:.3f}" for one, score in zip(items, scores, strict=True) if one >= 0)
@@ -109,11 +110,16 @@ def _write(
 
     from viviane.cli.rows import open_rows
     from viviane.cli.tables import writing
+    from viviane.retrieval.rows import Roles
 
+    item = Roles.of(model.schema).item
     count, values = 0, item_values(model)
     fields: list[Any] = [("row", pa.int64()), ("rank", pa.int32()), ("item", pa.int64()), ("score", pa.float32())]
     schema = pa.schema(fields if values is None else [*fields, ("value", pa.string())])
-    with open_rows(data, model, with_labels=False) as rows, writing(output, schema, overwrite=overwrite) as write:
+    with (
+        open_rows(data, model, with_labels=False, without=(item,)) as rows,
+        writing(output, schema, overwrite=overwrite) as write,
+    ):
         for batch in rows.reader(4096):
             histories, columns = given_columns(model, batch)
             found = recommender.recommend(histories, k, rows=columns, remove_seen=remove_seen)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +17,9 @@ from viviane.schema import SCHEMA_FILE
 
 
 @contextmanager
-def open_rows(path: str | AnyPath, model: Model, *, with_labels: bool) -> Iterator[Dataset]:
+def open_rows(
+    path: str | AnyPath, model: Model, *, with_labels: bool, without: Collection[str] = ()
+) -> Iterator[Dataset]:
     """Yield the rows as a data set, every one of them, in their order.
 
     Raw files go through the model's ETL into a temporary folder; its filters, which choose rows to train on, do
@@ -25,6 +27,7 @@ def open_rows(path: str | AnyPath, model: Model, *, with_labels: bool) -> Iterat
 
     Args:
         path: a data set folder; or a raw file, a folder of such, or a pattern.
+        without: categorical columns that raw files need not have; the rows then lack them.
 
     Raises:
         DataError: raw files, and the model carries no ETL; or a folder of data sets.
@@ -49,7 +52,8 @@ def open_rows(path: str | AnyPath, model: Model, *, with_labels: bool) -> Iterat
     from viviane.etl.stage import MalformedRowError
 
     fitted = FittedEtl.load(model.etl)
-    unfiltered = replace(fitted, config=fitted.config.model_copy(update={"filters": ()}))
+    columns = tuple(spec for spec in fitted.config.categorical if spec.name not in without)
+    unfiltered = replace(fitted, config=fitted.config.model_copy(update={"filters": (), "categorical": columns}))
     with tempfile.TemporaryDirectory(prefix="viviane-rows-") as folder:
         try:
             unfiltered.transform(place, Path(folder) / "rows", labels=True if with_labels else None)
