@@ -37,7 +37,7 @@ from pitfalls import (
     ways_to_run,
     weights_in_memory,
 )  # fmt: skip
-from trials import batches_of_torch, files_of_weights, uneven_rows, unused_output, weighted_bag
+from trials import batches_of_torch, files_of_weights, sequential, uneven_rows, unused_output, weighted_bag
 
 import viviane.keras as vk
 from viviane.config import SGD
@@ -436,7 +436,7 @@ SCENARIOS = [
     outside_of_training, persistent_tape,
     weights_in_memory, rate_after_loading, ways_to_run, fast_metrics, wide_keys, refused_keys,
     refused_in_training, taken_keys, mixed_types, fit_options, fit_refusals, several_devices,
-    unused_output, files_of_weights, weighted_bag, batches_of_torch, uneven_rows,
+    unused_output, files_of_weights, weighted_bag, batches_of_torch, uneven_rows, sequential,
 ]  # fmt: skip
 
 

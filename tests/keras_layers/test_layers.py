@@ -330,3 +330,9 @@ def test_ragged_and_sparse_keys_are_refused(backend: str) -> None:
     found = result(backend, "uneven_rows")
     assert set(found) == {"Embedding", "EmbeddingBag"}
     assert all("to_tensor" in one for one in found.values())
+
+
+def test_a_sequential_in_both_forms(backend: str) -> None:
+    found = result(backend, "sequential")
+    assert found["same"]
+    assert "as one list" in found["raised"]

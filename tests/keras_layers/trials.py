@@ -108,3 +108,22 @@ def uneven_rows():
         except Exception as error:
             found[type(layer).__name__] = str(error)
     return found
+
+
+def sequential():
+    """A Sequential in both forms, and one whose layers were added one by one, each time called again."""
+    rows = []
+    for train in (keras.Model.fit, vk.fit):
+        optimizer = keras.optimizers.SGD(0.1)
+        out = keras.layers.Dense(1, kernel_initializer=keras.initializers.GlorotUniform(seed=2))
+        layers = [embedding("own", optimizer), keras.layers.Flatten(), out]
+        model = keras.Sequential([keras.Input((3,), dtype="int32"), *layers])
+        model.compile(optimizer, "mse")
+        train(model, KEYS[: 3 * SIZE], LABELS[: 3 * SIZE], batch_size=SIZE, shuffle=False, verbose=0)
+        rows.append(layers[0].get_weights()[0])
+    model.add(keras.layers.Dense(1))
+    try:
+        vk.FastTrainer(model)
+    except Exception as error:
+        return {"same": bool((rows[0] == rows[1]).all()), "raised": str(error)}
+    return {"same": False, "raised": ""}

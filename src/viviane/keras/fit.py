@@ -14,6 +14,7 @@ from typing import Any, Final
 import keras
 
 from viviane.core.errors import ConfigError
+from viviane.keras.backends import input_structure
 from viviane.keras.feeding import EpochFeed, batch_list, is_arrays, split_samples
 from viviane.keras.keys import refuse_cut
 from viviane.keras.layer import TableLayer, table_layers
@@ -26,8 +27,9 @@ class FastTrainer:
     """Steps of a compiled functional model whose table lookups lie outside of the compiled code.
 
     Args:
-        model: functional, compiled; each table layer is called once in it. Inputs of table layers may be computed, by
-            layers without weights, from the model's inputs; where they are inputs themselves 64-bit keys stay whole.
+        model: functional or Sequential, compiled; each table layer is called once in it. Inputs of table layers may be
+            computed, by layers without weights, from the model's inputs; where they are inputs themselves 64-bit keys
+            stay whole.
         jit_compile: whether XLA (on torch its compiler) compiles the step; None: on JAX unless `compile` forbade it, on
             TensorFlow and torch if `compile` asked for it. With `run_eagerly` in `compile` nothing is compiled.
 
@@ -111,7 +113,7 @@ class FastTrainer:
 
     def _inputs(self, x: Any) -> list[Any]:
         if isinstance(x, dict):
-            wanted = self.model.input
+            wanted = input_structure(self.model)
             names = list(wanted) if isinstance(wanted, dict) else [one.name for one in keras.tree.flatten(wanted)]
             missing = [name for name in names if name not in x]
             if missing:
@@ -134,16 +136,17 @@ def _checked_layers(model: Any) -> list[TableLayer]:
     layers = table_layers(model)
     if not layers:
         raise ConfigError("the model has no table layers", fix="use model.fit")
-    if not getattr(model, "inputs", None) or not hasattr(model, "operations"):
+    is_graph = hasattr(model, "operations") or isinstance(model, keras.Sequential)
+    if not is_graph or not getattr(model, "inputs", None):
         raise ConfigError(
-            "the fast form needs a functional model", value=type(model).__name__,
-            fix="build it as keras.Model(inputs, outputs), or use model.fit",
+            "the fast form needs a functional model, or a Sequential that begins with keras.Input",
+            value=type(model).__name__, fix="build it as keras.Model(inputs, outputs), or use model.fit",
         )  # fmt: skip
     for layer in layers:
         if layer not in model.layers or len(layer._inbound_nodes) != 1:
             raise ConfigError(
                 "the fast form needs each table layer to be called once, by the model itself", where=layer.where,
-                fix="use model.fit",
+                fix="use model.fit; a Sequential gets its layers as one list, since add() calls all of them again",
             )  # fmt: skip
         if not layer.trainable:
             raise ConfigError("a frozen table layer has no fast form", where=layer.where, fix="use model.fit")

@@ -50,6 +50,16 @@ def _loaded(name: str) -> Backend:
     return import_module(f"viviane.keras.backends.{name}_backend")
 
 
+def input_structure(model: Any) -> Any:
+    """Return a model's symbolic inputs in the structure in which it takes data: one, a list, or a dict.
+
+    Example:
+        >>> input_structure(keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])).shape
+        (None, 2)
+    """
+    return model.inputs[0] if isinstance(model, keras.Sequential) else model.input
+
+
 def table_device() -> str:
     """Return the device of the tables."""
     return backend_of().table_device()

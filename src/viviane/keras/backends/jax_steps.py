@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from viviane.core.optional import require
+from viviane.keras.backends import input_structure
 
 
 class Steps:
@@ -52,7 +53,7 @@ class Steps:
         if weight is not None:
             weight = keras.tree.map_structure(keras.ops.convert_to_tensor, weight)
         predicted = self._rest([*given, *rows], training=False)
-        x = keras.tree.pack_sequence_as(model.input, given)
+        x = keras.tree.pack_sequence_as(input_structure(model), given)
         model.compute_loss(x, y, predicted, weight, training=False)
         model.compute_metrics(x, y, predicted, weight)
         model.reset_metrics()
@@ -64,7 +65,7 @@ class Steps:
 
     def _step(self, trained: Any, others: Any, inputs: Any, rows: Any, y: Any, weight: Any) -> Any:
         model, jax = self._model, self._jax
-        x = keras.tree.pack_sequence_as(model.input, inputs)
+        x = keras.tree.pack_sequence_as(input_structure(model), inputs)
 
         def loss_of(trained: Any, rows: Any) -> Any:
             mapping = [*zip(self._trained, trained, strict=True), *zip(self._others, others, strict=True)]

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from viviane.core.optional import require
+from viviane.keras.backends import input_structure
 from viviane.keras.backends.tensorflow_backend import to_tensorflow
 
 
@@ -35,7 +36,7 @@ class Steps:
 
     def _step(self, inputs: Any, rows: Any, y: Any, weight: Any) -> Any:
         tf, model = self._tf, self._model
-        x = tf.nest.pack_sequence_as(model.input, inputs)
+        x = tf.nest.pack_sequence_as(input_structure(model), inputs)
         with tf.GradientTape() as tape:
             tape.watch(rows)
             predicted = self._rest([*inputs, *rows], training=True)

@@ -8,6 +8,8 @@ from typing import Any
 import keras
 import torch
 
+from viviane.keras.backends import input_structure
+
 
 class Steps:
     """Steps of a model; `rest` is the model from its inputs and rows on."""
@@ -26,7 +28,7 @@ class Steps:
         scales = None if weight is None else keras.tree.map_structure(keras.ops.convert_to_tensor, weight)
         predicted = self._rest([*given, *leaves], training=True)
         model.zero_grad()
-        x = keras.tree.pack_sequence_as(model.input, given)
+        x = keras.tree.pack_sequence_as(input_structure(model), given)
         loss = model.compute_loss(x, labels, predicted, scales, training=True)
         model._loss_tracker.update_state(loss, sample_weight=len(given[0]))
         scale = float(model.optimizer.scale_loss(torch.ones(())))
