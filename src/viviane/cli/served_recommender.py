@@ -9,6 +9,7 @@ import numpy as np
 
 from viviane.cli.recommend import given_columns, item_values, open_recommender
 from viviane.retrieval.rows import Roles
+from viviane.schema import RESERVED
 from viviane.serving.columns import ColumnSpec, encoded_columns, raw_columns
 from viviane.serving.encoding import RowEncoder
 from viviane.serving.errors import RowsError
@@ -39,6 +40,8 @@ class ServedRecommender:
             (source,) = spec.sources
         self._absent = {source: None if self._raw else 0}
         """The item column is the answer: rows need not have it."""
+        self._history = None if self._raw or roles.history is None else roles.history
+        self._length = None if self._history is None else schema.categorical_column(self._history).hotness
 
     @property
     def inputs(self) -> tuple[ColumnSpec, ...]:
@@ -56,6 +59,14 @@ class ServedRecommender:
         inputs = [one.to_dict() for one in self.inputs]
         return {"raw": self._raw, "inputs": inputs, "num_items": self._recommender.num_items}
 
+    def _whole(self, row: Any) -> dict[str, Any]:
+        """A row with the item column, and with a history of the one length that the model's data has."""
+        whole = {**self._absent, **row}
+        if self._history is not None and self._length is not None and isinstance(whole.get(self._history), list):
+            newest = whole[self._history][-self._length :]
+            whole[self._history] = [*newest, *[RESERVED.padding] * (self._length - len(newest))]
+        return whole
+
     def recommend(self, rows: list[Any], k: int, *, keep_seen: bool) -> list[dict[str, Any]]:
         """Return items, scores and, where the ETL has them, the items' values of each row.
 
@@ -64,7 +75,7 @@ class ServedRecommender:
         """
         if not rows:
             return []
-        batch, problems = self._encoder.encode([{**self._absent, **row} for row in rows], raw=self._raw)
+        batch, problems = self._encoder.encode([self._whole(row) for row in rows], raw=self._raw)
         if problems:
             raise RowsError.of(problems)
         histories, columns = given_columns(self._model, batch)

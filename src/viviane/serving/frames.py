@@ -57,7 +57,7 @@ def _from_dicts(rows: Sequence[Any], wanted: Sequence[str]) -> tuple[dict[str, l
             continue
         for name in wanted:
             if name not in row:
-                hint = suggest(name, [str(key) for key in row]) if row else "the row is empty"
+                hint = f"the row has {', '.join(repr(key) for key in [*row][:5])}"[:200] if row else "the row is empty"
                 problem = f"the column is missing (None is a missing value); {hint}"
                 problems.append(RowProblem(number, name, "", problem))
                 break
