@@ -61,7 +61,7 @@ class ServedRecommender:
 
     def _whole(self, row: Any) -> dict[str, Any]:
         """A row with the item column, and with a history of the one length that the model's data has."""
-        whole = {**self._absent, **row}
+        whole = {**row, **{name: value for name, value in self._absent.items() if name not in row}}
         if self._history is not None and self._length is not None and isinstance(whole.get(self._history), list):
             newest = whole[self._history][-self._length :]
             whole[self._history] = [*newest, *[RESERVED.padding] * (self._length - len(newest))]
