@@ -75,7 +75,7 @@ FILES = {
     "report": ["run/metrics.jsonl", "run/stages.json", "run/config.json", "run/data_info.json", "run/machine.json",
                "run/schema.json", "run/valid_histogram.json", "run/tiers.json"],
     "compare": ["run/metrics.jsonl", "run/stages.json", "run/config.json", "run/machine.json"],
-    "tune": ["tuned/best.json", "tuned/trials.jsonl", "clean/train/schema.json"],
+    "tune": ["clean/train/schema.json"],
     "hugectr": ["norm/train/file_list.txt", "train.json"],
 }  # fmt: skip
 """The files that a command reads; one of them may be mutated."""

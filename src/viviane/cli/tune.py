@@ -34,9 +34,13 @@ def command(
         int, typer.Option(min=0, max=2**32 - 1, help="Of the sampler; each trial trains with the file's own seed.")
     ] = 0,
 ) -> None:
-    """Search settings. Trials are kept in a journal, so that the same command continues an interrupted search."""
+    """Search settings. Trials are kept in a journal, so that the same command continues an interrupted search.
+
+    One call at a time searches in a folder.
+    """
     from viviane.cli.search_space import default_space, parse_range
     from viviane.cli.train_config import read_train_config
+    from viviane.core.locks import locked
     from viviane.core.optional import require
 
     optuna = require("optuna", extra="tune", purpose="tuning")
@@ -46,25 +50,62 @@ def command(
     space = [parse_range(one) for one in search] if search else default_space(settings.to_dict())
     output.mkdir(parents=True, exist_ok=True)
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    backend = optuna.storages.journal.JournalFileBackend(str(output / _JOURNAL))
     lead, up = _lead(config, changes or [])
-    study = optuna.create_study(
-        storage=optuna.storages.JournalStorage(backend), study_name="viviane", load_if_exists=True,
-        direction="maximize" if up else "minimize",
-        pruner=optuna.pruners.MedianPruner(n_startup_trials=5, n_warmup_steps=1),
-    )  # fmt: skip
-    done = sum(one.state.is_finished() for one in study.trials)
-    for number in range(done, trials):
-        study.sampler = optuna.samplers.TPESampler(seed=_seed_of(seed, number))
-        trial = study.ask()
-        chosen = {one.path: one.suggest(trial) for one in space}
-        _run(study, trial, config, changes or [], chosen, lead)
-        shown = "  ".join(f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
-                          for name, value in chosen.items())  # fmt: skip
-        last = study.trials[-1]
-        value = "stopped early" if last.value is None or last.state.name == "PRUNED" else f"{lead} {last.value:.5f}"
-        typer.echo(f"trial {number + 1} of {trials}: {value}  {shown}")
-    _finish(study, space, config, changes or [], output, lead, up)
+    with locked(output):
+        study = _open_study(output / _JOURNAL, up)
+        done = sum(one.state.is_finished() for one in study.trials)
+        for number in range(done, trials):
+            study.sampler = optuna.samplers.TPESampler(seed=_seed_of(seed, number))
+            trial = study.ask()
+            chosen = {one.path: one.suggest(trial) for one in space}
+            _run(study, trial, config, changes or [], chosen, lead)
+            shown = "  ".join(f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
+                              for name, value in chosen.items())  # fmt: skip
+            last = study.trials[-1]
+            value = "stopped early" if last.value is None or last.state.name == "PRUNED" else f"{lead} {last.value:.5f}"
+            typer.echo(f"trial {number + 1} of {trials}: {value}  {shown}")
+        _finish(study, space, config, changes or [], output, lead, up)
+
+
+class _Held:
+    """In place of Optuna's lock, which a killed process leaves behind: the lock of the folder is held."""
+
+    def acquire(self) -> bool:
+        return True
+
+    def release(self) -> None:
+        pass
+
+
+def _open_study(journal: Path, up: bool) -> Any:
+    """Open the journal of trials, or create it; an entry that a killed process began is removed.
+
+    Raises:
+        CheckpointError: the journal is damaged.
+    """
+    import optuna
+    from optuna.storages.journal import JournalFileBackend
+
+    from viviane.core.errors import CheckpointError
+
+    journal.with_name(f"{journal.name}.lock").unlink(missing_ok=True)  # Optuna's own, of an earlier version
+    if journal.exists():
+        data = journal.read_bytes()
+        whole = data.rfind(b"\n") + 1
+        if whole < len(data):
+            with journal.open("r+b") as file:
+                file.truncate(whole)
+    lock: Any = _Held()
+    backend = JournalFileBackend(str(journal), lock_obj=lock)
+    try:
+        return optuna.create_study(
+            storage=optuna.storages.JournalStorage(backend), study_name="viviane", load_if_exists=True,
+            direction="maximize" if up else "minimize",
+            pruner=optuna.pruners.MedianPruner(n_startup_trials=5, n_warmup_steps=1),
+        )  # fmt: skip
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, AssertionError) as error:
+        raise CheckpointError("the journal of trials is damaged", where=str(journal), value=str(error)[:200],
+                              fix="search in another folder, or remove the file") from error  # fmt: skip
 
 
 def _seed_of(seed: int, trial: int) -> int:
