@@ -182,6 +182,7 @@ def test_many_mutated_scripts(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # or in that of a weak reference
 def test_many_mutated_scripts_of_sok(tmp_path: Path) -> None:
     pytest.importorskip("tensorflow")
     files: list[Any] = sorted((HERE / "sok/scripts").glob("*.py"))
