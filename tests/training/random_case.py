@@ -14,7 +14,13 @@ from viviane.model import DenseLayer, Input, Model, SparseEmbedding
 from viviane.schema import Schema
 from viviane.zoo import ZOO
 
-PLAIN_MODELS = ["dcn", "dcn_v2", "deepfm", "dlrm", "wide_deep"]
+FAMILIES = {
+    "plain": ["dcn", "dcn_v2", "deepfm", "dlrm", "wide_deep"], "tasks": ["mmoe", "ple", "shared_bottom"],
+    "history": ["din", "bst", "hstu", "sasrec"], "pair": ["ncf", "two_tower"],
+}  # fmt: skip
+"""Reference models, by the columns that they need."""
+ROLES = {"two_tower": {"user": "user", "item": "item"}}
+WITHOUT_POOLING = ("hstu", "sasrec")
 NUM_IDS = 120
 
 
@@ -24,16 +30,22 @@ class RandomCase:
     Args:
         seed: of everything.
         device: of the solver.
+        num_processes: that train together; several draw sharding and exchange as well.
     """
 
-    def __init__(self, seed: int, device: str = "cpu") -> None:
+    def __init__(self, seed: int, device: str = "cpu", num_processes: int = 1) -> None:
         self.seed, self.device = seed, device
         self.refusals: list[str] = []
-        self.schema = _schema(random.Random(seed))
+        rng = random.Random(seed + 4)
+        self.family = rng.choice(["layers", "layers", "plain", "plain", *FAMILIES])
+        self.zoo = rng.choice(FAMILIES.get(self.family, [""]))
+        self.schema = _schema(random.Random(seed), self.family)
         self.num_rows = random.Random(seed + 1).choice([1, 40, 300, 700])
         self.batch_size = random.Random(seed + 2).choice([16, 32, 64])
-        self.solver = _solver(random.Random(seed + 3), self.schema)
-        self.is_zoo = random.Random(seed + 4).random() < 0.4
+        self.solver = _solver(random.Random(seed + 3))
+        if num_processes > 1:
+            tables = {column.table for column in self.schema.categorical}
+            self.solver |= _group_solver(random.Random(seed + 9), sorted(tables))
         self.tables = self._tables(random.Random(seed + 5))
         self.optimizer = _optimizer(random.Random(seed + 6), tables=True)
         self.dense_optimizer = _optimizer(random.Random(seed + 7), tables=False)
@@ -41,7 +53,7 @@ class RandomCase:
     def __repr__(self) -> str:
         return (
             f"case {self.seed}: {self.num_rows} rows, {self.solver}, tables {self.tables}, {self.optimizer!r}, "
-            f"{self.dense_optimizer!r}, {self.schema.categorical}, zoo {self.is_zoo}"
+            f"{self.dense_optimizer!r}, {self.schema.categorical}, {self.family} {self.zoo}"
         )
 
     def data(self, folder: Path) -> tuple[Dataset, Dataset]:
@@ -71,8 +83,9 @@ class RandomCase:
         settings = {"batch_size": self.batch_size, "device": self.device, "num_threads": 1, **self.solver, **solver}
         model = Model(Solver(**settings), self.schema, name="drawn")
         rng = random.Random(self.seed + 8)
-        if self.is_zoo:
-            model.add(ZOO[rng.choice(PLAIN_MODELS)](dim=rng.choice([2, 8]), **self._zoo_options(rng)))
+        if self.zoo:
+            options = ROLES.get(self.zoo, {}) | self._zoo_options(rng)
+            model.add(ZOO[self.zoo](dim=rng.choice([2, 8]), **options))
         else:
             self._add_layers(model, rng)
         model.compile(self.dense_optimizer, embedding_optimizer=self.optimizer)
@@ -97,8 +110,10 @@ class RandomCase:
         return made
 
     def _zoo_options(self, rng: random.Random) -> dict[str, Any]:
-        options: dict[str, Any] = {"combiner": rng.choice(["sum", "mean"])}
-        norm = rng.choice([None, None, "batch_norm", "layer_norm"])
+        norm, combiner = rng.choice([None, None, "batch_norm", "layer_norm"]), rng.choice(["sum", "mean"])
+        if self.zoo in WITHOUT_POOLING:
+            return {"num_heads": rng.choice([1, 2])}
+        options: dict[str, Any] = {"combiner": combiner}
         if norm is not None:
             options[norm] = True
         if rng.random() < 0.3:
@@ -128,7 +143,7 @@ class RandomCase:
         model.add(DenseLayer("loss", "BinaryCrossEntropyLoss", bottom=["logit", "label"]))
 
     def _rows(self, rng: np.random.Generator, count: int) -> dict[str, Any]:
-        rows: dict[str, Any] = {"y": (rng.random(count) < 0.3).astype(np.float32)}
+        rows: dict[str, Any] = {one.name: (rng.random(count) < 0.3).astype(np.float32) for one in self.schema.labels}
         for one in self.schema.dense:
             shape = (count,) if one.dim == 1 else (count, one.dim)
             rows[one.name] = rng.normal(size=shape).astype(np.float32)
@@ -156,7 +171,13 @@ def _raw_ids(rng: np.random.Generator, count: int) -> np.ndarray:
     return (_ids(rng, count) - 40) * 987_654_321_987
 
 
-def _schema(rng: random.Random) -> Schema:
+def _schema(rng: random.Random, family: str) -> Schema:
+    if family == "pair":
+        pair = [{"name": "user", "num_ids": NUM_IDS}, {"name": "item", "num_ids": rng.choice([NUM_IDS, None])}]
+        return Schema(labels=[{"name": "y"}], categorical=pair)
+    if family == "history":
+        seen = {"name": "seen", "num_ids": NUM_IDS, "kind": "sequence", "max_length": 5, "vocabulary": "item"}
+        return Schema(labels=[{"name": "y"}], categorical=[seen, {"name": "item", "num_ids": NUM_IDS}])
     categorical: list[dict[str, Any]] = []
     for number in range(rng.choice([1, 2, 4])):
         raw = rng.random() < 0.3
@@ -173,7 +194,8 @@ def _schema(rng: random.Random) -> Schema:
         categorical.append(one)
     dense = [{"name": f"x{n}", "dim": rng.choice([1, 1, 3])} for n in range(rng.choice([0, 1, 3]))]
     weight = {"sample_weight": "weight"} if rng.random() < 0.3 else {}
-    return Schema(labels=[{"name": "y"}], dense=dense, categorical=categorical, **weight)
+    labels = [{"name": "y"}, {"name": "z"}][: 1 + (family == "tasks")]
+    return Schema(labels=labels, dense=dense, categorical=categorical, **weight)
 
 
 def _dynamic(rng: random.Random) -> dict[str, Any]:
@@ -205,7 +227,16 @@ def _optimizer(rng: random.Random, *, tables: bool) -> Any:
     return rng.choice(made)
 
 
-def _solver(rng: random.Random, schema: Schema) -> dict[str, Any]:
+def _group_solver(rng: random.Random, tables: list[str]) -> dict[str, Any]:
+    types = ["replicated", "table", "row", "column", "hybrid"]
+    made: dict[str, Any] = {"plan": {table: rng.choice(types) for table in tables if rng.random() < 0.7} or "auto"}
+    for one in ({"deduplicate_ids": True}, {"wire_dtype": "bfloat16"}, {"dense_wire_dtype": "bfloat16"}):
+        if rng.random() < 0.2:
+            made |= one
+    return made
+
+
+def _solver(rng: random.Random) -> dict[str, Any]:
     made: dict[str, Any] = {"lr": 0.02, "seed": rng.choice([0, 3]), "epochs": rng.choice([1, 2, 3])}
     choices: list[dict[str, Any]] = [
         {"clip_grad_norm": 0.3}, {"ema_decay": 0.9}, {"class_weights": (1.0, 4.0)}, {"label_smoothing": 0.1},

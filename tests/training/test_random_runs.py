@@ -4,8 +4,9 @@ import os
 import random
 import re
 import shutil
+import sys
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,18 @@ import pytest
 import torch
 from random_case import RandomCase
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "parallel"))
+import processes
+
 import viviane as vv
 from viviane.core.errors import VivianeError
 from viviane.data import Dataset
+from viviane.parallel import Group
 from viviane.training import read_manifest
 
 SLOW_CASES = int(os.environ.get("VIVIANE_RANDOM_RUNS", "300"))
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 CLOCK = ("seconds", "samples_per_second")
 Data = tuple[Dataset, Dataset]
 Law = Callable[[RandomCase, Data, Path, Any], None]
@@ -41,7 +47,13 @@ class Result:
         self.history = [{key: value for key, value in row.items() if key not in CLOCK} for row in history.rows]
         entries = read_manifest(max(run.glob("checkpoints/step-*"))).files
         self.state = {name: one.sha256 for name, one in entries.items() if not re.search("history|progress", name)}
-        self.scores = np.asarray(model.predict(valid))
+        self.scores = matrix(model.predict(valid))
+
+
+def matrix(scores: Any) -> np.ndarray:
+    """Return predictions as (rows, labels)."""
+    columns = list(scores.values()) if isinstance(scores, dict) else [scores]
+    return np.stack([np.asarray(one) for one in columns], 1).reshape(len(columns[0]), -1)
 
 
 def trained(case: RandomCase, data: Data, run: Path, *, resume: bool = False, **solver: Any) -> Result:
@@ -100,11 +112,11 @@ def a_saved_model_is_the_trained_one(case: RandomCase, data: Data, folder: Path,
     """A model that was loaded and an inference session give the same scores."""
     truth.model.save(folder)
     loaded = vv.Model.load(folder, device=case.device)
-    assert np.asarray(loaded.predict(data[1])).tobytes() == truth.scores.tobytes()
+    assert matrix(loaded.predict(data[1])).tobytes() == truth.scores.tobytes()
     assert loaded.evaluate(data[1]) == truth.model.evaluate(data[1])
     with vv.InferenceSession(folder, device=case.device) as session:
-        columns = {name: values for name, values in case.columns(12, 90).items() if name not in ("y", "weight")}
-        scores = np.asarray(session.predict(columns)).reshape(truth.scores.shape)
+        columns = {name: values for name, values in case.columns(12, 90).items() if name not in ("y", "z", "weight")}
+        scores = matrix(session.predict(columns))
     if case.device == "cpu":
         assert scores.tobytes() == truth.scores.tobytes()
     else:  # a session pads requests, and cuBLAS chooses its kernel, and so the order of its sums, by the rows
@@ -143,6 +155,30 @@ def check_many(seeds: Iterable[int], folder: Path, device: str) -> Counter[str]:
     return found
 
 
+def check_group(seeds: Sequence[int], folder: Path, device: str) -> None:
+    """Check the laws of training in one of several processes; processes agree on what they refuse."""
+    group = Group.world()
+    found: Counter[str] = Counter()
+    for seed in seeds:
+        case = RandomCase(seed, device, group.size)
+        own = folder / str(seed)
+        group.from_first(lambda case=case, own=own: bool(case.data(own / "data")))
+        data = Dataset(own / "data/train"), Dataset(own / "data/valid")
+        try:
+            truth = trained(case, data, own / "truth")
+        except VivianeError as error:
+            found[str(error).splitlines()[0]] += 1
+            continue
+        found["trained"] += 1
+        for name in ("recorded", "resumed"):
+            try:
+                LAWS[name](case, data, own / name, truth)
+            except BaseException as error:
+                error.add_note(f"law {name!r}, {case!r}")
+                raise
+    print(f"drawn runs of {group.size} processes on {device}: {found}")
+
+
 @pytest.mark.parametrize("seed", [1, 3, 8, 35])
 def test_laws_of_drawn_runs(seed: int, tmp_path: Path) -> None:
     assert check(seed, tmp_path, "cpu") == "trained"
@@ -161,3 +197,12 @@ def test_laws_of_many_drawn_runs(device: str, tmp_path: Path) -> None:
     start = random.SystemRandom().randrange(1 << 40)
     found = check_many(range(start, start + SLOW_CASES), tmp_path, device)
     print(f"\ndrawn runs on {device}: {found}")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=two_gpus)])
+def test_laws_of_many_drawn_runs_of_two_processes(device: str, tmp_path: Path) -> None:
+    start = random.SystemRandom().randrange(1 << 40)
+    seeds = range(start, start + SLOW_CASES // 3)
+    processes.run(2, check_group, seeds, tmp_path, device, backend="nccl" if device == "cuda" else "gloo")

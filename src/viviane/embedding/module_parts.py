@@ -54,3 +54,12 @@ def dense_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         prefix = f"{name}." if name else ""
         if not prefix.startswith(inside):
             yield prefix, part
+
+
+def process_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """Return buffers that follow the batches of one process alone, by name; see `viviane.nn.registry.Layer`."""
+    found: dict[str, Tensor] = {}
+    for name, part in module.named_modules():
+        prefix = f"{name}." if name else ""
+        found |= {prefix + own: part.get_buffer(own) for own in getattr(part, "process_buffers", ())}
+    return found

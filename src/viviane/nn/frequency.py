@@ -58,6 +58,7 @@ class LogFrequency(Layer):
 
     Parameters = LogFrequencyParameters
     id_inputs = (0,)
+    process_buffers = ("running_interval", "running_count", "last_seen", "steps")
 
     def build(self, init: Initializer) -> list[Shape]:
         """Create D, C, A and the step count."""

@@ -46,6 +46,8 @@ class Layer(nn.Module):
     """Whether the outputs may have other rows than the inputs; such a layer's `build` returns them."""
     id_inputs: ClassVar[tuple[int, ...]] = ()
     """Places of the inputs that are ids, (B, S), int64; in a graph, groups of categorical columns."""
+    process_buffers: ClassVar[tuple[str, ...]] = ()
+    """Names of buffers that follow the batches of this process alone, so that a checkpoint has those of each."""
     out_shapes: list[Shape]
 
     def __init__(

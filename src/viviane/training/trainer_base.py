@@ -24,6 +24,7 @@ from viviane.data import DataPasses, Dataset
 from viviane.data.streaming import KafkaStream
 from viviane.parallel import Group, join_processes
 from viviane.schema import Schema
+from viviane.training.checkpoint.process_buffers import gather_process_buffers, restore_process_buffers
 from viviane.training.checkpoint.random_state import group_random_state, restore_group_random_state, seed_rank
 from viviane.training.checkpoint.remote_run import RunMirror, staged
 from viviane.training.checkpoint.saved_table import Progress
@@ -320,6 +321,7 @@ class TrainerBase:
         precision = None if self.precision is None else self.precision.name
         rows = [finite_or_none(row) for row in self.history.rows]
         values = {"precision": precision, "random": random, **self.stepper.scaling()}
+        arrays |= gather_process_buffers(self.module, self.group)
         place = Progress(self.step, self.epoch, values, arrays, rows)
         if self.stepper.mean is not None:
             place.tensors |= self.stepper.mean.tensors()
@@ -336,6 +338,7 @@ class TrainerBase:
         if place.tensors:
             random = place.values["random"]
             restore_group_random_state(place.tensors, random, self.device, self.group, self.solver.seed, self.step)
+        restore_process_buffers(self.module, place.tensors, self.group)
         self.stepper.take_scaling(place.values)
         self.take_mean(place)
 
