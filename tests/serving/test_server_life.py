@@ -262,7 +262,7 @@ def test_requests_of_every_form_are_refused_by_a_full_queue(full_server) -> None
     check(data.replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n"), b"429", goes_on=False)
     chunked = data.replace(b"content-length: 2", b"transfer-encoding: chunked").replace(b"{}", b"0\r\n\r\n")
     check(chunked, b"429", goes_on=False)
-    check(data.replace(b"POST", b"GET"), b"404")
+    check(data.replace(b"POST", b"GET"), b"405")
     twice = data.replace(b"content-length: 2", b"content-length: 2\r\ncontent-length: 3")
     check(twice, b"400", goes_on=False)
     check(data.replace(b"content-length: 2", b"content-length: -2"), b"400", goes_on=False)
