@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import cast
+from collections.abc import Callable
+from typing import NamedTuple, cast
 
 import torch
 from pydantic import Field
@@ -29,6 +30,21 @@ class PReLU_DiceParameters(Settings):  # noqa: N801 - HugeCTR's name
     factor: float | None = Field(default=None, gt=0, le=1)
 
 
+class GlobalStatistics(NamedTuple):
+    """Of a batch over all processes.
+
+    Args:
+        centred: x - mean, (B, n).
+        mean, variance: (n,); the variance with the divisor `num_rows`.
+        num_rows: of all processes, 0-dim.
+    """
+
+    centred: Tensor
+    mean: Tensor
+    variance: Tensor
+    num_rows: Tensor
+
+
 @LAYERS.register("PReLU_Dice")
 class PReLU_Dice(Layer):  # noqa: N801 - HugeCTR's name
     """A rectifier whose switch moves with the data, for each feature over the batch, (B, n) -> (B, n).
@@ -48,6 +64,13 @@ class PReLU_Dice(Layer):  # noqa: N801 - HugeCTR's name
     """
 
     Parameters = PReLU_DiceParameters
+    statistics: Callable[[Tensor], GlobalStatistics] | None = None
+    """Gives mean and variance in training of several processes; None: they are those of x."""
+
+    @property
+    def keeps_statistics(self) -> bool:
+        """Whether running statistics are kept, and evaluation uses them."""
+        return cast(PReLU_DiceParameters, self.settings).factor is not None
 
     def build(self, init: Initializer) -> list[Shape]:
         """Create the running statistics, where they are requested."""
@@ -60,8 +83,8 @@ class PReLU_Dice(Layer):  # noqa: N801 - HugeCTR's name
     def forward(self, x: Tensor) -> Tensor:
         """Return the activation."""
         settings = cast(PReLU_DiceParameters, self.settings)
-        if not x.shape[0]:
-            return x  # no rows have no statistics
+        if not x.shape[0] and (self.statistics is None or not self.training):
+            return x  # no rows have no statistics; but other processes may have some
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         if self.training:
             p = self._switch(wide, settings).sigmoid_()  # its backward reads the result, the norm's only the input
@@ -77,6 +100,11 @@ class PReLU_Dice(Layer):  # noqa: N801 - HugeCTR's name
 
     def _switch(self, wide: Tensor, settings: PReLU_DiceParameters) -> Tensor:
         """Return (x - mean) / sqrt(var + eps) by batch norm's kernel, three times as fast as the formula's steps."""
+        if self.statistics is not None:
+            centred, mean, variance, _ = self.statistics(wide)
+            if settings.factor is not None:
+                self._follow(mean.detach(), variance.detach(), settings.factor)
+            return centred * (variance + settings.eps).rsqrt()
         z, mean, inverse = torch.native_batch_norm(wide, None, None, None, None, True, 0.0, settings.eps)
         if settings.factor is not None:
             self._follow(mean.detach(), inverse.detach().square().reciprocal() - settings.eps, settings.factor)

@@ -5,12 +5,14 @@ Shapes: B rows of this process, n features; a process may have one row of a glob
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from viviane.nn.dice import GlobalStatistics, PReLU_Dice
 from viviane.parallel import Group
 
 
@@ -26,6 +28,20 @@ class _Sum(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> Any:
         return ctx.group.all_reduce(gradients[0].contiguous().clone()), None
+
+
+def global_statistics(x: Tensor, group: Group) -> GlobalStatistics:
+    """Return the statistics of the global batch of x, (B, n); gradients flow through them over all processes.
+
+    Two all-reduces of n + 1 values in forward, two in backward.
+    """
+    ones = x.new_full((1,), float(len(x)))
+    sums = _Sum.apply(torch.cat([x.sum(0), ones]), group)  # type: ignore[no-untyped-call]
+    count = sums[-1].detach()
+    mean = sums[:-1] / count
+    centred = x - mean
+    variance = _Sum.apply(centred.square().sum(0), group) / count  # type: ignore[no-untyped-call]
+    return GlobalStatistics(centred, mean, variance, count)
 
 
 class GroupBatchNorm1d(nn.BatchNorm1d):
@@ -51,13 +67,7 @@ class GroupBatchNorm1d(nn.BatchNorm1d):
         """Return the normalized batch."""
         if not self.training or input.dim() != 2:
             return super().forward(input)
-        x = input.float()
-        ones = x.new_full((1,), float(len(x)))
-        sums = _Sum.apply(torch.cat([x.sum(0), ones]), self.group)  # type: ignore[no-untyped-call]
-        count = sums[-1].detach()
-        mean = sums[:-1] / count
-        centred = x - mean
-        variance = _Sum.apply(centred.square().sum(0), self.group) / count  # type: ignore[no-untyped-call]
+        centred, mean, variance, count = global_statistics(input.float(), self.group)
         self._follow(mean.detach(), variance.detach(), count)
         y: Tensor = centred * torch.rsqrt(variance + self.eps)
         if self.affine:
@@ -76,11 +86,17 @@ class GroupBatchNorm1d(nn.BatchNorm1d):
         self.running_var.lerp_(variance * (count / (count - 1).clamp_min(1.0)), factor)
 
 
-def join_batch_norms(module: nn.Module, group: Group) -> None:
-    """Replace every nn.BatchNorm1d inside a module by a `GroupBatchNorm1d`; names of weights stay the same."""
+def join_batch_statistics(module: nn.Module, group: Group) -> None:
+    """Let layers that normalise over the batch do so over the global batch; names of weights stay the same.
+
+    Every nn.BatchNorm1d inside the module is replaced by a `GroupBatchNorm1d`. A `PReLU_Dice` that keeps running
+    statistics gets those of the global batch; without them it follows the batch of its process, as HugeCTR's does.
+    """
     if group.size == 1:
         return
     for part in list(module.modules()):
+        if isinstance(part, PReLU_Dice) and part.keeps_statistics:
+            part.statistics = partial(global_statistics, group=group)
         for name, child in part.named_children():
             if type(child) is nn.BatchNorm1d or isinstance(child, GroupBatchNorm1d):
                 part._modules[name] = GroupBatchNorm1d(child, group)

@@ -21,7 +21,7 @@ from viviane.training.checkpoint.load import load_checkpoint
 from viviane.training.checkpoint.saved_table import Progress
 from viviane.training.profiling.stages import StageTimes
 from viviane.training.step.average import WeightMean
-from viviane.training.step.batch_norm import join_batch_norms
+from viviane.training.step.batch_norm import join_batch_statistics
 from viviane.training.step.dense_exchange import DenseExchange
 from viviane.training.step.group_guard import GroupGuard
 from viviane.training.step.guard import NanGuard
@@ -73,7 +73,7 @@ class StepState:
     ) -> None:
         self.group = group or Group()
         check_collections(module, self.group)
-        join_batch_norms(module, self.group)
+        join_batch_statistics(module, self.group)
         self.module, self.objective, self.solver, self.device = module, objective, solver, device
         self.collections = collections_of(module)
         self.parameters = dense_parameters(module)
