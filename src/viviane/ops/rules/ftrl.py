@@ -92,6 +92,7 @@ class FtrlProximal(DenseRule):
 
     name = "ftrl"
     states = ("n", "z")
+    divides_by_rate = True
     cpu, gpu, gpu_step_numbers, gpu_dense = cpu_ftrl, gpu_ftrl, store_ftrl, gpu_dense_ftrl
     settings: Ftrl
 

@@ -76,6 +76,7 @@ class Rule(ABC):
         uses_step: whether the arithmetic depends on the number of the step.
         sums_rows: whether it reduces over the numbers of a row.
         rests: whether a gradient of zero leaves weight and state as they are, bit by bit, without weight decay.
+        divides_by_rate: whether the arithmetic divides by the learning rate, which then cannot be 0.
         couples_decay: whether weight decay is added to the gradient; otherwise the rule applies it itself.
         cpu: Numba: (w, g, s, t, own, row, numbers, dim), see `viviane.ops.rules.numba_rules`.
         gpu: Triton: (w, g, first, second, own, numbers, inside, dim) -> (w, first, second, own).
@@ -88,6 +89,7 @@ class Rule(ABC):
     uses_step: ClassVar[bool] = False
     sums_rows: ClassVar[bool] = False
     rests: ClassVar[bool] = False
+    divides_by_rate: ClassVar[bool] = False
     couples_decay: ClassVar[bool] = True
     cpu: ClassVar[Any]
     gpu: ClassVar[Any]

@@ -9,11 +9,12 @@ import torch
 from torch import nn
 
 from viviane.batch import Batch
-from viviane.config import AnyOptimizer, Ftrl, Solver
+from viviane.config import AnyOptimizer, Solver
 from viviane.core.errors import ConfigError
 from viviane.core.locations import AnyPath
 from viviane.embedding.module_parts import collections_of, dense_parameters
 from viviane.ops.dense_update import reason as dense_reason
+from viviane.ops.rules import Rule, rule_of
 from viviane.optim import DenseOptimizer, LearningRateSchedule, build_dense_optimizer
 from viviane.optim.dense import DenseGradients, DenseMover
 from viviane.parallel import Group, ShardedCollection
@@ -103,21 +104,22 @@ class StepState:
         """Return the learning rate of a step: the schedule's unless one is given.
 
         Raises:
-            ConfigError: it is 0, and FTRL divides by it.
+            ConfigError: it is 0, and a rule divides by it.
         """
         rate = self.schedule.lr(step) if lr is None else lr
-        if rate == 0 and self._has_ftrl():
+        if rate == 0 and (names := [rule.name for rule in self._rules() if rule.divides_by_rate]):
             raise ConfigError(
-                "FTRL divides by the learning rate, which is 0", where=f"step {step}",
-                fix="set end_lr of the solver above 0; FTRL's weights become 0 with the rate",
+                f"{names[0].upper()} divides by the learning rate, which is 0", where=f"step {step}",
+                fix="set end_lr of the solver above 0; the weights of this rule become 0 with the rate",
             )  # fmt: skip
         return rate
 
-    def _has_ftrl(self) -> bool:
-        rules: list[Any] = [None if self.optimizer is None else self.optimizer.rule.settings]
+    def _rules(self) -> list[Rule]:
+        """Return the rules of dense weights and of tables."""
+        own: list[Rule] = [] if self.optimizer is None else [self.optimizer.rule]
         for collection in self.collections.values():
-            rules += [table.optimizer or collection.optimizer for table in collection.tables.values()]
-        return any(isinstance(one, Ftrl) for one in rules)
+            own += [rule_of(table.optimizer or collection.optimizer) for table in collection.tables.values()]
+        return own
 
     def _build_optimizer(self, settings: AnyOptimizer) -> DenseOptimizer | None:
         if not self.parameters:
