@@ -7,7 +7,7 @@ depends on the form alone, and Triton's look at each argument, is done at the fi
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -64,14 +64,16 @@ class RequestLaunch:
         key = request.keys.shape, out.shape, out.stride(), out.dtype, out.device, address % 16, tuple(columns)
         form = self._forms.get(key)
         if form is None or stream is None:
-            self._launch_first(key, request, out, now)
+            self._launch_first(key, request, out, tuple(columns), now)
             return
         form.run(
             *request.addresses, *form.addresses, address, *form.numbers, now, *form.constants, stream=stream.cuda_stream
         )
 
-    def _launch_first(self, key: tuple[Any, ...], request: LookupRequest, out: Tensor, now: int) -> None:
-        columns: tuple[int, ...] = key[-1]
+    def _launch_first(
+        self, key: Hashable, request: LookupRequest, out: Tensor, columns: tuple[int, ...], now: int
+    ) -> None:
+        """Launch by Triton, and keep what later lookups of this form need."""
         features, rows = request.keys.shape
         _check_columns(columns, features)
         _check_output(out, rows, max(columns) + self._words, self._index[0].device)
