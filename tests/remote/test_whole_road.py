@@ -18,10 +18,14 @@ from viviane.cli import main
 from viviane.config import SGD, Adam, Solver
 from viviane.core.errors import ConfigError, RemoteError, VivianeError
 from viviane.core.locations import location
+from viviane.core.remote.cache import local_copy
 from viviane.data import Dataset, write_dataset
 from viviane.etl import EtlConfig, FittedEtl, run
 from viviane.model import Model
 from viviane.schema import Schema
+from viviane.serving import InferenceSession
+from viviane.serving.versions import find_versions
+from viviane.store.applier import Published
 from viviane.training import Trainer
 from viviane.training.checkpoint.remote_run import RunMirror
 from viviane.zoo import DLRM
@@ -132,6 +136,27 @@ def test_a_model_is_saved_and_loaded(bucket: str, shared_store: Store) -> None:
     put(shared_store, f"{bucket}/models/small/{published}/weights/dense.safetensors", b"short")
     with pytest.raises(RemoteError, match="truncated"):
         Model.load(url, device="cpu")
+
+
+@pytest.mark.parametrize("how", ["published", "copied"])
+def test_snapshots_of_a_publisher_are_served(how: str, bucket: str, shared_store: Store, tmp_path: Path) -> None:
+    """Their own published.json, which says what updates they contain, was taken for that of a URL."""
+    data = write_dataset(tmp_path / "set", SCHEMA, [small_rows()])
+    model = small_model()
+    contains = Published(5, {("emb.user", 0): 9}).to_json()
+    url = f"s3://{bucket}/models"
+    if how == "published":
+        model.save(f"{url}/1", published=contains)
+        model.save(f"{url}/2", published=contains)
+    else:
+        folder = Path(model.save(tmp_path / "models/2", published=contains)).parent
+        for file in filter(Path.is_file, folder.rglob("*")):
+            put(shared_store, f"{bucket}/models/{file.relative_to(folder)}", file.read_bytes())
+    assert np.array_equal(Model.load(f"{url}/2", device="cpu").predict(data), model.predict(data))
+    assert max(find_versions(url)) == 2
+    with InferenceSession(url, device="cpu") as session:
+        assert session.predict(small_rows()) is not None
+    assert (local_copy(f"{url}/2") / "published.json").is_file()
 
 
 def test_a_checkpoint_is_saved_and_loaded(bucket: str) -> None:

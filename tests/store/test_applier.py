@@ -207,6 +207,55 @@ def test_damaged_and_foreign_messages_are_counted_and_left_out() -> None:
     assert applier.status.refused >= 5
 
 
+def ending(content: bytes) -> bytes:
+    head = DeltaHeader("ctr", "", 1, 0, 1, 0, 1, 77, 2, kind=DeltaKind.END)
+    return Delta(head, np.zeros(1, np.int64), np.frombuffer(content, np.uint8)[None]).encode()
+
+
+@pytest.mark.parametrize("visible", ["row", "publication"])
+@pytest.mark.parametrize(
+    "content",
+    [b"[]", b"{}", b'{"last": []}', b'{"last": {"item": "x"}}', b'{"last": {"item": -1}}', b"no", b"[" * 5000,
+     b'{"last": {"item": 18446744073709551615}}', b'{"last": {}, "dense": -1}', b'{"last": {}, "dense": 65536}'],
+)  # fmt: skip
+def test_an_end_of_another_form_is_left_out(content: bytes, visible) -> None:
+    """It was offered again and again, and nothing after it was applied."""
+    source, target = Source(), DictTarget()
+    applier = DeltaApplier(target, 2, visible=visible)
+    applier.offer([ending(content)])
+    assert applier.status.refused == 1
+    applier.offer(source.publish([("item", 0, 9)]))
+    assert target.tables == source.truth
+    applier.check()
+
+
+@pytest.mark.parametrize("message", ["rows", "end"])
+@pytest.mark.parametrize("seq", [10**12, 2**63 - 1])
+def test_a_gap_may_be_of_any_size(seq: int, message: str) -> None:
+    """All numbers of the gap were listed, which takes all memory."""
+    head = DeltaHeader("ctr", "item", 1, 0, seq, seq - 1, 1, 77, 2)
+    rows = Delta(head, np.arange(1), np.zeros((1, WIDTH), np.uint8)).encode()
+    applier = DeltaApplier(DictTarget(), 2, repair=lambda *_: [])
+    applier.offer([rows if message == "rows" else ending(f'{{"last": {{"item": {seq}}}}}'.encode())])
+    with pytest.raises(DeltaGapError, match="seq 1"):
+        applier.check()
+
+
+def test_the_outbox_of_another_publisher_fills_no_gap(tmp_path: Path) -> None:
+    source, target = Source(), DictTarget()
+    head = DeltaHeader("ctr", "item", 1, 0, 1, 0, 1, publisher=78, num_partitions=2)
+    other = Delta(head, np.zeros(1, np.int64), np.full((1, WIDTH), 5, np.uint8)).encode()
+    log = source.publish([("item", 0, 1)])
+    log += source.publish([("item", 0, 2)])
+    with Outbox(tmp_path, "ctr") as box:
+        box.append([other])
+    applier = DeltaApplier(target, 2, repair=lambda *place: read_outbox(tmp_path, *place))
+    applier.offer(log[1:])
+    assert not target.tables["item"]
+    with pytest.raises(DeltaGapError, match="another model or publisher"):
+        applier.check()
+
+
 def test_deltas_of_a_second_publisher_are_refused() -> None:
     source, target = Source(), DictTarget()
     DeltaApplier(target, 2).offer(source.publish([("item", 0, 9)]))

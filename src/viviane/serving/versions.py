@@ -27,7 +27,7 @@ def find_versions(path: str | AnyPath) -> dict[int, AnyPath]:
     if _has_model(folder):
         return {1: folder}
     numbered = [inner for inner in folder.iterdir() if _NUMBER.fullmatch(inner.name)]
-    found = {int(inner.name): inner for inner in numbered if _has_model(inner)}
+    found = {int(inner.name): inner for inner in numbered if _has_model(published_location(inner))}
     if not found:
         allowed = f"a folder with {MODEL_FILE}, a run folder with model/, or a folder of versions 1/, 2/, ..."
         raise CheckpointError("there is no saved model here", where=str(path), allowed=allowed)

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import eq
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -157,6 +158,26 @@ class ApplierStatus:
     last_error: str = ""
 
 
+def _listed(end: Delta) -> tuple[dict[str, int], int]:
+    """Return what the end of a publication lists: the last seq by table, and the number of dense parts before it.
+
+    Raises:
+        StoreError: it is of another form, or a number is out of range.
+    """
+    head = end.header
+    data = parse_json(end.rows.tobytes(), where=head.where, error=StoreError)
+    content = json_object(data, where=head.where, error=StoreError)
+    with expected_form(head.where, StoreError):
+        ends = {str(table): int(seq) for table, seq in content["last"].items()}
+        num_parts = int(content.get("dense", 0))
+    if wrong := [seq for seq in ends.values() if not 0 <= seq < 1 << 63]:
+        raise StoreError("a seq at the end of a publication is out of range", where=head.where, value=wrong[0])
+    if not 0 <= num_parts < head.seq:
+        raise StoreError("the dense parts of a publication are not those before its end", where=head.where,
+                         value=num_parts, allowed=f"0 to {head.seq - 1}")  # fmt: skip
+    return ends, num_parts
+
+
 class DeltaApplier:
     """Applies encoded deltas to a target.
 
@@ -242,6 +263,8 @@ class DeltaApplier:
                              allowed=str(width))  # fmt: skip
         if bool(head.table) != (head.kind in (DeltaKind.ROWS, DeltaKind.ERASED)):
             raise StoreError("a delta about a table names none, or the reverse", where=head.where)
+        if head.kind == DeltaKind.END:
+            _listed(delta)
 
     def _number(self, delta: Delta) -> None:
         head = delta.header
@@ -266,9 +289,12 @@ class DeltaApplier:
         try:
             found = [] if self._repair is None else list(self._repair(*stream, first, last))
             deltas = [decode_delta(data, where="the outbox") for data in found]
-            if [one.header.seq for one in deltas] == list(range(first, last + 1)):
+            # The range may be of any size: a message tells where it ends.
+            numbers = range(first, last + 1)
+            if deltas and len(deltas) == len(numbers) and all(map(eq, (one.header.seq for one in deltas), numbers)):
                 for one in deltas:
-                    self._check(one)
+                    self._check_filling(one)
+                for one in deltas:
                     self._admit(one)
                 self.status.repaired += len(deltas)
                 self.gaps.pop(stream, None)
@@ -280,6 +306,13 @@ class DeltaApplier:
             self.status.last_error = self.gaps[stream].what
             _log.error("%s", self.gaps[stream])
         return False
+
+    def _check_filling(self, delta: Delta) -> None:
+        """See that a delta of the outbox is one that the stream has lost."""
+        head = delta.header
+        self._check(delta)
+        if (head.model, head.publisher) != (self.target.model, self._publisher) or head.kind == DeltaKind.END:
+            raise StoreError("the outbox is of another model or publisher", where=head.where)
 
     def _admit(self, delta: Delta) -> None:
         head = delta.header
@@ -294,11 +327,7 @@ class DeltaApplier:
     def _end(self, delta: Delta) -> bool:
         """Note that a publication is complete in a partition; what it lists and was not seen is missing."""
         head = delta.header
-        content = json_object(parse_json(delta.rows.tobytes(), where=head.where, error=StoreError), where=head.where,
-                              error=StoreError)  # fmt: skip
-        with expected_form(head.where, StoreError):
-            ends = {str(table): int(seq) for table, seq in content["last"].items()}
-            num_parts = int(content.get("dense", 0))
+        ends, num_parts = _listed(delta)
         for table, seq in ends.items():
             stream = (table, head.partition)
             seen = self._seen_of(stream)

@@ -61,7 +61,7 @@ class Published:
 
     @classmethod
     def load(cls, root: RemotePath) -> Published | None:
-        """Return the content of published.json in a folder; None if it does not exist.
+        """Return the content of published.json in a folder; None if it does not exist, or is a file of a model.
 
         Raises:
             RemoteError: the file is damaged.
@@ -74,6 +74,8 @@ class Published:
         try:
             parsed = parse_json(content, where=str(file), error=RemoteError)
             data = json_object(parsed, where=str(file), error=RemoteError)
+            if "format" not in data:  # which updates a saved model contains
+                return None
             if data["format"] != _FORMAT or data["version"] != 1:
                 raise ValueError(f"format {data['format']!r}, version {data['version']!r}")
             files = {name: PublishedFile(int(one["bytes"]), str(one["sha256"])) for name, one in data["files"].items()}
