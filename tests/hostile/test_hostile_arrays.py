@@ -30,7 +30,7 @@ KEYS = np.array([5, 6, 7])
 WRONG_KEYS: dict[str, Any] = {
     "int32": KEYS.astype(np.int32), "float": KEYS.astype(np.float64), "twice as far": np.arange(6)[::2],
     "backward": KEYS[::-1], "matrix": KEYS.reshape(3, 1), "list": [5, 6, 7], "number": 3, "none": None,
-    "objects": KEYS.astype(object),
+    "objects": KEYS.astype(object), "masked": np.ma.masked_array(KEYS, [True, False, True]),
 }  # fmt: skip
 WRONG_ROWS: dict[str, Any] = {
     "fewer": np.zeros((2, 16), np.uint8), "narrow": np.zeros((3, 15), np.uint8), "float": np.zeros((3, 16), np.float32),
@@ -70,6 +70,9 @@ def test_tiers_refuse_other_keys_and_rows(name: str, tmp_path: Path) -> None:
     out = np.zeros((3, 16), np.uint8)
     assert made.fetch(KEYS, out).all()
     assert out.all()
+    for batch_rows in (0, -1, 1.5, None, "x", True):  # a scan by none at once had no end
+        with pytest.raises(VivianeError, match="at least one row"):
+            next(iter(made.scan(batch_rows)))
     made.put(KEYS[:0], np.zeros((0, 16), np.uint8))
     assert not len(made.fetch(KEYS[:0], out[:0]))
     made.close()

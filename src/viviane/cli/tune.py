@@ -40,6 +40,7 @@ def command(
     """
     from viviane.cli.search_space import default_space, parse_range
     from viviane.cli.train_config import read_train_config
+    from viviane.core.file_names import refuse_links
     from viviane.core.locks import locked
     from viviane.core.optional import require
 
@@ -49,6 +50,7 @@ def command(
         raise ConfigError("tuning compares trials on validation data", where=str(config), fix="add data.validation")
     space = [parse_range(one) for one in search] if search else default_space(settings.to_dict())
     output.mkdir(parents=True, exist_ok=True)
+    refuse_links(output, error=ConfigError)
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     lead, up = _lead(config, changes or [])
     with locked(output):

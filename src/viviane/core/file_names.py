@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from pathlib import Path, PureWindowsPath
 from typing import Final, TypeVar
 
@@ -77,6 +78,23 @@ def file_inside(folder: Path, name: object, *, where: str, error: type[VivianeEr
     if path.exists() and not path.is_file():
         raise error("not a regular file", where=str(path), fix="do not use this folder: it was tampered with")
     return path
+
+
+def refuse_links(folder: Path, names: Iterable[str] | None = None, error: type[VivianeError] = DataError) -> None:
+    """Refuse a folder with symbolic links to what is outside of it, which would be read or overwritten.
+
+    Args:
+        folder: it may be missing.
+        names: look only at these; None: at every entry, not at those of subfolders.
+        error: class of the error.
+
+    Raises:
+        VivianeError: of class `error`.
+    """
+    paths = (folder.iterdir() if folder.is_dir() else ()) if names is None else (folder / name for name in names)
+    for path in paths:
+        if path.is_symlink():
+            refuse_link_outside(path, folder, error)
 
 
 def refuse_link_outside(path: Path, folder: Path, error: type[VivianeError] = DataError) -> None:

@@ -20,6 +20,7 @@ from viviane.core.remote.systems import SCHEMES, connect
 
 _URL: Final = re.compile(r"([a-z][a-z0-9+.-]+):/{1,}(?=[^/])", re.IGNORECASE)  # pathlib makes two slashes one
 _PIECE_BYTES: Final = 8 << 20
+_LONGEST_NAME_BYTES: Final = 255  # on every common file system
 
 
 @dataclass(frozen=True)
@@ -211,10 +212,10 @@ def location(path: str | Path | RemotePath) -> AnyPath:
         raise ConfigError("a path must not contain a NUL character", value=text)
     match = _URL.match(text)
     if match is None:
-        return Path(unquote(urlsplit(text).path)) if text.startswith("file:/") else Path(path)
+        return _local(unquote(urlsplit(text).path) if text.startswith("file:/") else path)
     scheme = match[1].lower()
     if scheme == "file":
-        return Path(unquote(urlsplit(text).path))
+        return _local(unquote(urlsplit(text).path))
     host, _, key = text[match.end() :].partition("/")
     if "@" in host:
         raise ConfigError(
@@ -225,13 +226,34 @@ def location(path: str | Path | RemotePath) -> AnyPath:
         )
     if scheme not in SCHEMES:
         if len(scheme) == 1:  # a drive letter
-            return Path(path)
+            return _local(path)
         raise ConfigError("unknown URL scheme", where=text.partition("?")[0], value=scheme,
                           allowed=", ".join(("file", *SCHEMES)))  # fmt: skip
     parts = [part for part in key.split("/") if part]
     if {".", ".."} & set(parts):
         raise ConfigError("the path of a URL must not contain . or ..", where=text)
     return RemotePath(scheme, host, "/".join(parts))
+
+
+def _local(path: str | os.PathLike[str]) -> Path:
+    parts = os.fspath(path).replace(os.sep, "/").split("/")
+    longest = max((len(os.fsencode(part)) for part in parts if len(part) > _LONGEST_NAME_BYTES // 4), default=0)
+    if longest > _LONGEST_NAME_BYTES:
+        raise ConfigError("a name in a path is too long", value=f"{longest} bytes",
+                          allowed=f"{_LONGEST_NAME_BYTES} bytes", fix="choose a shorter path")  # fmt: skip
+    return Path(path)
+
+
+def local_path(path: str | Path) -> Path:
+    """Return a path of this machine, for files that are changed in place.
+
+    Raises:
+        ConfigError: it is a URL, has a name that is too long, or contains a NUL character.
+    """
+    place = location(path)
+    if isinstance(place, RemotePath):
+        raise ConfigError("this must be on a disk of this machine", value=str(place), allowed="a local path")
+    return place
 
 
 @contextmanager

@@ -58,12 +58,13 @@ def real_place(path: Path) -> Path:
 
 
 @contextmanager
-def locked(path: Path, *, wait_s: float = _WAIT_SECONDS) -> Iterator[None]:
-    """Hold the lock of an output or run folder; the same thread may hold it several times.
+def locked(path: Path, *, wait_s: float = _WAIT_SECONDS, once: bool = False) -> Iterator[None]:
+    """Hold the lock of an output or run folder; the same thread may hold it several times, unless `once`.
 
     Args:
         path: the output; its parent folder exists.
         wait_s: seconds to wait for another holder.
+        once: refuse it also where this thread holds it.
 
     Raises:
         ConfigError: another process or thread holds it; names it.
@@ -75,7 +76,7 @@ def locked(path: Path, *, wait_s: float = _WAIT_SECONDS) -> Iterator[None]:
         ...     pass
     """
     place = real_place(path)
-    _acquire(place, wait_s)
+    _acquire(place, wait_s, once)
     try:
         yield
     finally:
@@ -88,14 +89,15 @@ def is_held(path: Path) -> bool:
         return real_place(path) in _held
 
 
-def _acquire(place: Path, wait_s: float) -> None:
+def _acquire(place: Path, wait_s: float, once: bool) -> None:
     from filelock import FileLock, Timeout
 
     with _guard:
         held = _held.get(place)
         if held is not None:
-            if held.thread != threading.get_ident():
-                raise _busy(place, f"another thread of this process, {_note()}")
+            if once or held.thread != threading.get_ident():
+                who = "this thread" if held.thread == threading.get_ident() else "another thread of this process"
+                raise _busy(place, f"{who}, {_note()}")
             held.count += 1
             return
         file = hidden_name(place, "lock")

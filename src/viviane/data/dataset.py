@@ -11,6 +11,7 @@ from typing import Any, Final, cast
 
 from viviane.batch import Batch
 from viviane.core.errors import ConfigError, DataError, DataNotFoundError, SchemaError, expect
+from viviane.core.file_names import refuse_links
 from viviane.core.html import html_table
 from viviane.core.json_files import read_json_object
 from viviane.core.locations import AnyPath, RemotePath, location
@@ -22,6 +23,8 @@ from viviane.data.reader import DEFAULT_SHUFFLE_ROWS, Reader
 from viviane.schema import SCHEMA_FILE, Schema
 
 INFO_FILE: Final = "info.json"
+_OWN_FILES: Final = (MANIFEST_FILE, SCHEMA_FILE, INFO_FILE, "etl.zip", "key_sets.safetensors")
+"""Files of a data set's folder beside its rows. A model takes etl.zip along."""
 
 
 class Dataset:
@@ -214,6 +217,7 @@ def _readable(path: str | AnyPath, given: Format | None) -> AnyPath:
     """
     place = published_location(path)
     if not isinstance(place, RemotePath):
+        refuse_links(place, _OWN_FILES)
         return place
     if not place.is_dir():
         raise DataNotFoundError("no data set folder found at this URL", where=str(path),

@@ -23,7 +23,7 @@ from viviane.config import OptimizerSettings, Solver
 from viviane.config.base import Settings, load_json
 from viviane.core.errors import CheckpointError, CheckpointNotFoundError, ConfigError, DataError, VivianeError
 from viviane.core.exchange import recover, tidy
-from viviane.core.file_names import file_inside, refuse_link_outside
+from viviane.core.file_names import file_inside, refuse_links
 from viviane.core.files import file_sha256, replace_folder, write_json_atomic
 from viviane.core.locations import AnyPath, RemotePath, location
 from viviane.core.machine_errors import as_own_error
@@ -189,6 +189,7 @@ def read_model(folder: Path, *, whole: bool = False) -> tuple[ModelFile, Schema]
     Raises:
         CheckpointError: naming the file that is missing, truncated or altered.
     """
+    refuse_links(folder, [FILES_FILE, WEIGHTS], CheckpointError)
     try:
         entries = load_json(folder / FILES_FILE)["files"]
         files = {name: FileEntry.from_dict(entry) for name, entry in entries.items()}
@@ -205,7 +206,6 @@ def read_model(folder: Path, *, whole: bool = False) -> tuple[ModelFile, Schema]
         file = file_inside(folder, name, where=str(folder / FILES_FILE), error=CheckpointError)
         if whole or name == _WEIGHTS_MANIFEST or not name.startswith(f"{WEIGHTS}/"):  # weights have their own manifest
             _verify(file, entry)
-    refuse_link_outside(folder / WEIGHTS, folder, CheckpointError)
     return ModelFile.from_json_file(folder / MODEL_FILE), Schema.load(folder)
 
 

@@ -20,7 +20,7 @@ from pydantic import Field
 
 from viviane.config.base import Settings, load_json
 from viviane.core.errors import CheckpointError, ConfigError, SchemaError, VivianeError
-from viviane.core.file_names import file_inside
+from viviane.core.file_names import file_inside, refuse_links
 from viviane.core.files import file_sha256, read_array, replace_folder, write_json_atomic
 from viviane.core.locations import AnyPath, location
 from viviane.core.remote.cache import local_copy
@@ -234,6 +234,7 @@ class ItemIndex:
 
 
 def _read(path: Path, where: str) -> IndexFile:
+    refuse_links(path, [INDEX_FILE], CheckpointError)
     if not (path / INDEX_FILE).is_file():
         fix = "build one: viviane index build MODEL"
         raise CheckpointError("no index found", where=where, allowed=f"a folder with {INDEX_FILE}", fix=fix)

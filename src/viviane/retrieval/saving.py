@@ -11,7 +11,7 @@ from pydantic import Field
 
 from viviane.config.base import Settings, load_json
 from viviane.core.errors import CheckpointError, ConfigError, VivianeError
-from viviane.core.file_names import file_inside
+from viviane.core.file_names import file_inside, refuse_links
 from viviane.core.files import file_sha256, read_array, replace_folder, write_json_atomic
 from viviane.core.locations import AnyPath, location
 from viviane.core.remote.cache import local_copy
@@ -119,6 +119,7 @@ def _save_arrays(source: Any, kind: str, work: Path, place: str, sums: dict[str,
 def load_parts(folder: str | AnyPath, device: str) -> dict[str, Any]:
     """Load and verify the parts of a recommender, as arguments of its constructor."""
     path = local_copy(folder)
+    refuse_links(path, error=CheckpointError)
     if not (path / RECOMMENDER_FILE).is_file():
         allowed = f"a folder with {RECOMMENDER_FILE}"
         raise CheckpointError("no recommender found", where=str(folder), allowed=allowed)
@@ -138,6 +139,7 @@ def load_parts(folder: str | AnyPath, device: str) -> dict[str, Any]:
 def _load_source(entry: SourceEntry, path: Path, content: RecommenderFile, device: str) -> CandidateSource:
     place = f"retrieval-{entry.name}"
     if entry.kind == "vectors":
+        refuse_links(path / place, ["index"], CheckpointError)
         index = ItemIndex.load(path / place / "index", model=model_version(path / place))
         return VectorSource(Model.load(path / place, device=device), index, name=entry.name)
     arrays = _load_arrays(entry.kind, path, place, content)

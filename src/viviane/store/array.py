@@ -16,7 +16,7 @@ from viviane.store.row_kernels import copy_to_rows, gather_rows
 from viviane.store.row_layout import Found, Keys, RowLayout, Rows
 from viviane.store.statistics import StatsCounter, TierStats
 from viviane.store.threads import run_all, shares
-from viviane.store.tier import SCAN_ROWS
+from viviane.store.tier import SCAN_ROWS, check_batch_rows
 
 _SHARE_BYTES: Final = 256 << 10  # rows that one thread copies at least
 
@@ -124,6 +124,7 @@ class ArrayTier:
 
     def scan(self, batch_rows: int = SCAN_ROWS) -> Iterator[tuple[Keys, Rows]]:
         """Yield all keys with their rows, by rising key."""
+        check_batch_rows(batch_rows)
         for start in range(0, self.num_ids, batch_rows):
             with self._lock:
                 self._check_open()

@@ -10,7 +10,7 @@ import numpy as np
 from viviane.ops.row_cache import RowCache
 from viviane.store.row_layout import Found, Keys, RowLayout, Rows
 from viviane.store.statistics import StatsCounter, TierStats
-from viviane.store.tier import SCAN_ROWS
+from viviane.store.tier import SCAN_ROWS, check_batch_rows
 
 
 class CacheTier:
@@ -96,6 +96,7 @@ class CacheTier:
 
     def scan(self, batch_rows: int = SCAN_ROWS) -> Iterator[tuple[Keys, Rows]]:
         """Yield all keys with their rows."""
+        check_batch_rows(batch_rows)
         return self._rows.scan(batch_rows)
 
     def num_rows(self) -> int:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from viviane.ops.row_cache import DeviceRowCache
 from viviane.store.row_layout import Found, Keys, RowLayout, Rows
 from viviane.store.statistics import StatsCounter, TierStats
-from viviane.store.tier import SCAN_ROWS
+from viviane.store.tier import SCAN_ROWS, check_batch_rows
 
 
 class DeviceCacheTier:
@@ -83,6 +83,7 @@ class DeviceCacheTier:
 
     def scan(self, batch_rows: int = SCAN_ROWS) -> Iterator[tuple[Keys, NDArray[np.uint8]]]:
         """Yield all keys with their rows."""
+        check_batch_rows(batch_rows)
         return self.cache.scan(batch_rows, self.table)
 
     def num_rows(self) -> int:

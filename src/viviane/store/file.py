@@ -15,13 +15,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from viviane.core.errors import ConfigError, StoreError
+from viviane.core.file_names import refuse_links
 from viviane.core.files import write_bytes_atomic, write_json_atomic
 from viviane.core.json_files import read_json_object
+from viviane.core.locations import local_path
 from viviane.core.locks import locked
 from viviane.store.journal import Journal
 from viviane.store.row_layout import Found, Keys, RowLayout, Rows
 from viviane.store.statistics import StatsCounter, TierStats
-from viviane.store.tier import SCAN_ROWS
+from viviane.store.tier import SCAN_ROWS, check_batch_rows
 
 FORMAT: Final = "viviane-file-tier"
 _SUM_BYTES: Final = 4
@@ -74,7 +76,7 @@ class FileTier:
         if num_ids < 1:
             raise ConfigError("a file tier needs at least one id", value=num_ids)
         self.name, self.layout, self.num_ids, self.durable = name, layout, num_ids, durable
-        self.folder = Path(folder)
+        self.folder = local_path(folder)
         self._counter = StatsCounter(layout.row_bytes)
         self._lock = threading.RLock()
         self._where = f"tier {name!r}, {self.folder}"
@@ -82,8 +84,9 @@ class FileTier:
         self._file = -1
         self._held = ExitStack()
         if durable:
-            self._held.enter_context(locked(self.folder))
+            self._held.enter_context(locked(self.folder, once=True))
         try:
+            refuse_links(self.folder, error=StoreError)
             self._open()
         except BaseException:
             self._held.close()
@@ -256,6 +259,7 @@ class FileTier:
 
     def scan(self, batch_rows: int = SCAN_ROWS) -> Iterator[tuple[Keys, Rows]]:
         """Yield all keys with their rows, in order of their ids."""
+        check_batch_rows(batch_rows)
         step = max(8, -(-batch_rows // 8) * 8)
         for start in range(0, self.num_ids, step):
             bits = np.unpackbits(self._present[start >> 3 : (start + step) >> 3], bitorder="little")
@@ -273,6 +277,7 @@ class FileTier:
     def num_rows(self) -> int:
         """Return the number of keys."""
         with self._lock:
+            self._check_open()
             return int(np.unpackbits(self._present).sum(dtype=np.int64))
 
     def stats(self) -> TierStats:

@@ -13,7 +13,7 @@ from viviane.ops.hash_table import make_index, reserved, rows_of_memory, stamp_o
 from viviane.store.row_kernels import copy_to_rows, gather_rows
 from viviane.store.row_layout import Found, Keys, RowLayout, Rows
 from viviane.store.statistics import StatsCounter, TierStats
-from viviane.store.tier import SCAN_ROWS
+from viviane.store.tier import SCAN_ROWS, check_batch_rows
 
 
 class HostTier:
@@ -103,6 +103,7 @@ class HostTier:
 
     def scan(self, batch_rows: int = SCAN_ROWS) -> Iterator[tuple[Keys, Rows]]:
         """Yield all keys with their rows, in order of their places."""
+        check_batch_rows(batch_rows)
         start = 0
         while True:
             with self._lock:

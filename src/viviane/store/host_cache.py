@@ -17,7 +17,7 @@ from viviane.store.row_layout import Found, Keys, Rows
 from viviane.store.slots import Region, SlotMap
 from viviane.store.statistics import StatsCounter, TierStats
 from viviane.store.threads import run_all, shares
-from viviane.store.tier import SCAN_ROWS, Tier
+from viviane.store.tier import SCAN_ROWS, Tier, check_batch_rows
 
 _SHARE_ROWS = 1024
 
@@ -157,6 +157,7 @@ class HostCacheTier:
 
     def scan(self, batch_rows: int = SCAN_ROWS) -> Iterator[tuple[Keys, Rows]]:
         """Yield all keys with their rows, as the tier below does; rows in memory are written down first."""
+        check_batch_rows(batch_rows)
         self._write_down()
         yield from self.below.scan(batch_rows)
 

@@ -23,8 +23,10 @@ from pathlib import Path
 from typing import BinaryIO, Final, Self, TypeAlias
 
 from viviane.core.errors import StoreError
+from viviane.core.file_names import refuse_links
 from viviane.core.files import write_json_atomic
 from viviane.core.json_files import expected_form, read_json_object
+from viviane.core.locations import local_path
 from viviane.ops.crc32c import crc32c
 from viviane.store.delta import MAX_DELTA_BYTES, DeltaHeader, decode_delta
 
@@ -58,8 +60,9 @@ class Outbox:
     """
 
     def __init__(self, folder: str | Path, model: str, *, keep_bytes: int = 4 << 30) -> None:
-        self.folder, self.model, self.keep_bytes = Path(folder), model, keep_bytes
+        self.folder, self.model, self.keep_bytes = local_path(folder), model, keep_bytes
         self.folder.mkdir(parents=True, exist_ok=True)
+        refuse_links(self.folder, error=StoreError)
         self._lock_file: int | None = _locked(self.folder)
         self._lock = threading.Lock()
         self._file: int | None = None
@@ -241,8 +244,9 @@ def read_outbox(folder: str | Path, table: str, partition: int, first_seq: int, 
     Raises:
         StoreError: a file is damaged, or some of them are not there any more.
     """
-    wanted = first_seq
-    for path in _log_files(Path(folder)):
+    wanted, place = first_seq, local_path(folder)
+    refuse_links(place, error=StoreError)
+    for path in _log_files(place):
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             for data, _ in _frames(file, int(path.stem, 16), size):

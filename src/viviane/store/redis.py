@@ -17,7 +17,7 @@ from viviane.store.delta import partition_of
 from viviane.store.redis_wire import MovedError, RowConnection, TlsOptions, client_options
 from viviane.store.row_layout import Found, Keys, RowLayout, Rows
 from viviane.store.statistics import StatsCounter, TierStats
-from viviane.store.tier import SCAN_ROWS
+from viviane.store.tier import SCAN_ROWS, check_batch_rows
 
 _BATCH_KEYS: Final = 16_384  # of a pipeline: requests and replies stay in the servers' buffers
 _MAX_PARTITIONS: Final = 16_384
@@ -315,6 +315,7 @@ class RedisTier:
 
     def scan(self, batch_rows: int = SCAN_ROWS) -> Iterator[tuple[Keys, Rows]]:
         """Yield all keys with their rows."""
+        check_batch_rows(batch_rows)
         for name in self.hash_names:
             fields: Sequence[bytes] = self._ask(lambda name=name: self._client.hkeys(name))
             if any(len(one) != 8 for one in fields):

@@ -15,7 +15,7 @@ from viviane.core.logging import get_logger
 from viviane.store.rocks_database import RocksDatabase
 from viviane.store.row_layout import Found, Keys, RowLayout, Rows
 from viviane.store.statistics import StatsCounter, TierStats
-from viviane.store.tier import SCAN_ROWS
+from viviane.store.tier import SCAN_ROWS, check_batch_rows
 
 _log = get_logger("store.rocks")
 _LAYOUTS: Final = "default"
@@ -164,6 +164,7 @@ class RocksTier:
 
     def scan(self, batch_rows: int = SCAN_ROWS) -> Iterator[tuple[Keys, Rows]]:
         """Yield all keys with their rows as they are at the beginning, in order of the keys."""
+        check_batch_rows(batch_rows)
         self._check_open()
         keys: list[bytes] = []
         values: list[bytes] = []

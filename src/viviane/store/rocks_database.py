@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from viviane.core.errors import StoreError, VivianeError
+from viviane.core.file_names import refuse_links
+from viviane.core.locations import local_path
 from viviane.core.logging import get_logger
 from viviane.core.optional import require
 from viviane.store.gate import Gate
@@ -34,7 +36,7 @@ class RocksDatabase:
 
     def __init__(self, folder: str | Path, *, cache_bytes: int = 64 << 20, read_only: bool = False) -> None:
         rocks = require("rocksdict", extra="rocksdb", purpose="rows in RocksDB")
-        self.folder, self.read_only = Path(folder), read_only
+        self.folder, self.read_only = local_path(folder), read_only
         self._rocks = rocks
         self.options = rocks.Options(raw_mode=True)
         self.options.create_if_missing(not read_only)
@@ -46,6 +48,7 @@ class RocksDatabase:
         if read_only and not (self.folder / "CURRENT").exists():
             raise StoreError("there is no RocksDB database to read", where=str(self.folder),
                              fix="correct the path, or open it once without read_only")  # fmt: skip
+        refuse_links(self.folder, error=StoreError)
         self.folder.parent.mkdir(parents=True, exist_ok=True)
         self._gate, self._turn = Gate(), threading.RLock()
         self._families: dict[str, Any] = {}

@@ -152,7 +152,8 @@ class RowLayout:
 
     def check_keys(self, keys: Keys) -> None:
         """Refuse keys that are not int64, (n,), C-contiguous."""
-        if not isinstance(keys, np.ndarray) or keys.dtype != np.int64 or keys.ndim != 1 or not keys.flags.c_contiguous:
+        is_array = isinstance(keys, np.ndarray) and not isinstance(keys, np.ma.MaskedArray)
+        if not is_array or keys.dtype != np.int64 or keys.ndim != 1 or not keys.flags.c_contiguous:
             raise ConfigError("keys have another form", value=_form(keys), allowed="int64 (n,), C-contiguous")
 
     def check_rows(self, keys: Keys, rows: Rows) -> None:

@@ -30,7 +30,7 @@ from viviane.ops.crc32c import crc32c
 from viviane.ops.resp import sealed_rows
 from viviane.store.row_layout import Found, Keys, RowLayout, Rows
 from viviane.store.statistics import StatsCounter, TierStats
-from viviane.store.tier import SCAN_ROWS
+from viviane.store.tier import SCAN_ROWS, check_batch_rows
 
 _FOLDER: Final = Path("/dev/shm")
 _NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,180}")
@@ -216,6 +216,7 @@ class SharedTier:
 
     def scan(self, batch_rows: int = SCAN_ROWS) -> Iterator[tuple[Keys, Rows]]:
         """Yield all keys with their rows."""
+        check_batch_rows(batch_rows)
         self._check_open()
         for start in range(0, len(self._keys), batch_rows):
             part = slice(start, start + batch_rows)

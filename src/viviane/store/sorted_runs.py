@@ -16,15 +16,16 @@ from numpy.typing import NDArray
 
 from viviane.core.errors import StoreError
 from viviane.core.exchange import sync_folder
-from viviane.core.file_names import file_inside
+from viviane.core.file_names import file_inside, refuse_links
 from viviane.core.files import write_json_atomic
 from viviane.core.json_files import expected_form, read_json_object
+from viviane.core.locations import local_path
 from viviane.core.locks import locked
 from viviane.store.host import HostTier
 from viviane.store.journal import Journal
 from viviane.store.row_layout import Found, Keys, RowLayout, Rows
 from viviane.store.statistics import StatsCounter, TierStats
-from viviane.store.tier import SCAN_ROWS
+from viviane.store.tier import SCAN_ROWS, check_batch_rows
 
 FORMAT: Final = "viviane-sorted-runs"
 _RUN: Final = re.compile(r"run-([0-9]{8,12})\.bin")
@@ -113,7 +114,7 @@ class SortedRunTier:
         name: str = "sorted runs",
     ) -> None:
         self.name, self.layout = name, layout
-        self.folder = Path(folder)
+        self.folder = local_path(folder)
         self._memory_rows, self._most_runs = memory_rows, most_runs
         self._counter = StatsCounter(layout.row_bytes)
         self._lock = threading.RLock()
@@ -124,8 +125,9 @@ class SortedRunTier:
         self.folder.mkdir(parents=True, exist_ok=True)
         self._sums: dict[str, int] = {}
         self._held = ExitStack()
-        self._held.enter_context(locked(self.folder))
+        self._held.enter_context(locked(self.folder, once=True))
         try:
+            refuse_links(self.folder, error=StoreError)
             self._open_runs(verify)
         except BaseException:
             self._held.close()
@@ -245,6 +247,7 @@ class SortedRunTier:
 
     def scan(self, batch_rows: int = SCAN_ROWS) -> Iterator[tuple[Keys, Rows]]:
         """Yield all keys with their rows as they are at the beginning, by rising key: a merge of all runs."""
+        check_batch_rows(batch_rows)
         with self._lock:
             self._check_open()
             self.flush()

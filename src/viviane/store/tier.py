@@ -5,10 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Protocol, runtime_checkable
 
+from viviane.core.errors import ConfigError
 from viviane.store.row_layout import Found, Keys, RowLayout, Rows
 from viviane.store.statistics import TierStats
 
 SCAN_ROWS = 65_536
+
+
+def check_batch_rows(batch_rows: int) -> None:
+    """Refuse a number of rows by which a scan would not advance.
+
+    Raises:
+        ConfigError: it is no whole number from 1 on.
+    """
+    if not isinstance(batch_rows, int) or isinstance(batch_rows, bool) or batch_rows < 1:
+        raise ConfigError("a batch has at least one row", where="batch_rows", value=batch_rows, allowed="1 or more")
 
 
 @runtime_checkable

@@ -13,7 +13,7 @@ from viviane.compat.hugectr.files import read_numbers
 from viviane.core.errors import CheckpointError, StoreError
 from viviane.store.row_layout import Column, Found, Keys, RowLayout, Rows
 from viviane.store.statistics import StatsCounter, TierStats
-from viviane.store.tier import SCAN_ROWS
+from viviane.store.tier import SCAN_ROWS, check_batch_rows
 
 _WHOLE_BYTES: Final = 256 << 20
 _BLOCK_BYTES: Final = 4096
@@ -99,6 +99,7 @@ class KeyFilesTier:
 
     def scan(self, batch_rows: int = SCAN_ROWS) -> Iterator[tuple[Keys, Rows]]:
         """Yield all keys with their rows, in order of the keys."""
+        check_batch_rows(batch_rows)
         for start in range(0, len(self._keys), batch_rows):
             keys = self._keys[start : start + batch_rows].copy()
             rows = self.layout.empty(len(keys))

@@ -169,7 +169,8 @@ class RowCache:
             raise ConfigError("rows have another form", value=_form(rows), allowed=f"uint8 {wanted}, each contiguous")
 
     def _check_keys(self, keys: NDArray[np.int64]) -> None:
-        if not isinstance(keys, np.ndarray) or keys.dtype != np.int64 or keys.ndim != 1 or not keys.flags.c_contiguous:
+        is_array = isinstance(keys, np.ndarray) and not isinstance(keys, np.ma.MaskedArray)
+        if not is_array or keys.dtype != np.int64 or keys.ndim != 1 or not keys.flags.c_contiguous:
             raise ConfigError("keys have another form", value=_form(keys), allowed="int64 (n,), C-contiguous")
 
     def clear(self) -> None:

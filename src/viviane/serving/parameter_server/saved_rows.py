@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from viviane.core.errors import CheckpointError, ConfigError, StoreError
+from viviane.core.errors import CheckpointError, StoreError
 from viviane.store.row_layout import Column, Found, Keys, RowLayout, Rows
 from viviane.store.statistics import StatsCounter, TierStats
-from viviane.store.tier import SCAN_ROWS
+from viviane.store.tier import SCAN_ROWS, check_batch_rows
 from viviane.training.checkpoint.manifest import ShardEntry, TableEntry
 from viviane.training.checkpoint.tensor_files import read_tensors
 
@@ -105,8 +105,7 @@ class SavedRowsTier:
 
     def scan(self, batch_rows: int = SCAN_ROWS) -> Iterator[tuple[Keys, Rows]]:
         """Yield all keys with their rows, in order of the keys."""
-        if batch_rows < 1:
-            raise ConfigError("a batch has at least one row", value=batch_rows)
+        check_batch_rows(batch_rows)
         for start in range(0, self._num_rows, batch_rows):
             stop = min(start + batch_rows, self._num_rows)
             keys = np.arange(start, stop) if self._keys is None else self._keys[start:stop].copy()
