@@ -28,11 +28,11 @@ from viviane.batch import Batch
 from viviane.core.errors import KeyRangeError
 from viviane.model.module import GraphModule
 from viviane.ops.capture import forget_branches, join_branches, no_garbage_collection, without_branches
+from viviane.ops.cuda_driver import attach, copy_in, graph_launcher
 from viviane.ops.key_rows import trusted_keys
 from viviane.ops.packing_ahead import PackedWeights, constant_weights
 from viviane.serving.forward import Forward
 from viviane.serving.id_ranges import IdRanges
-from viviane.serving.launching import attach, copy_in, graph_launcher
 from viviane.serving.loading import LoadedModel
 from viviane.serving.page_locked import device_view
 from viviane.serving.static_inputs import HostInputs, InputFill, InputLayout, is_readable

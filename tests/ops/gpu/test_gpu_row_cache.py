@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import pytest
 import torch
@@ -135,6 +137,30 @@ def test_columns_that_are_not_those_of_the_request_are_refused(device, columns):
     cache = DeviceRowCache(60, ROW_BYTES, device)
     with cache.requests.take(2, 3) as request, pytest.raises(ConfigError, match="2 of 0 and above"):
         cache.find_for(request, torch.zeros(3, 20, device=device), columns)
+
+
+def test_lookups_that_come_again_read_what_the_cache_has_now(device):
+    """From the third on they are recorded on a GPU: keys, rows, places and times of use change all the same."""
+    cache, keys, out = DeviceRowCache(40, ROW_BYTES, device), np.arange(40), torch.zeros(20, 7, device=device)
+    cache.insert(keys, rows_for(keys, 0))
+    for version in range(1, 9):
+        asked = np.roll(keys, version)[:20]
+        cache.insert(keys, rows_for(keys, version))
+        cache.erase(asked[:version])
+        with cache.requests.take(1, 20) as request:
+            request.keys[:], request.tables[:] = asked, 0
+            found = cache.find_for(request, out, [1]).copy()
+        assert found[0].tolist() == [i >= version for i in range(20)]
+        got = np.ascontiguousarray(out[:, 1:].cpu().numpy()).view(np.uint8)
+        assert (got == np.where(found[0][:, None], rows_for(asked, version), 0)).all()
+    kept = asked[found[0]]
+    for _ in range(5):
+        time.sleep(0.12)
+        with cache.requests.take(1, 20) as request:
+            request.keys[:], request.tables[:] = asked, 0
+            cache.find_for(request, out, [1])
+    cache.evict_older(0.3)
+    assert sorted(cache.keys().tolist()) == sorted(kept.tolist())
 
 
 def test_outputs_of_one_form_are_each_written_at_their_own_address(device):

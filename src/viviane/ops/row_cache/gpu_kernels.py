@@ -86,11 +86,12 @@ def _note_use(used, place, found, now):
     tl.store(used + place, tl.zeros_like(before) + now, mask=found & (before != now))
 
 
-@triton.jit(do_not_specialize=["count", "per_feature", "num_lines", "first", "step", "now"])
+@triton.jit(do_not_specialize=["count", "per_feature", "num_lines", "first", "step"])
 def find_request_kernel(
     keys,
     tables,
     found,
+    time,
     starts,
     lines,
     place_keys,
@@ -104,7 +105,6 @@ def find_request_kernel(
     stride,
     first,
     step,
-    now,
     aligned: tl.constexpr,
     words: tl.constexpr,
     width: tl.constexpr,
@@ -113,7 +113,7 @@ def find_request_kernel(
     """Copy the rows of the keys of features to their columns, zeros where a key is absent.
 
     Key n belongs to feature n // per_feature and to row n % per_feature of `out`, `stride` words apart. `keys`,
-    `tables` and `found` lie in page-locked memory of the host.
+    `tables` and `found` lie in page-locked memory of the host, the time of use on the device.
     """
     n = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     active = n < count
@@ -132,7 +132,7 @@ def find_request_kernel(
     tl.store(target, rows, mask=active[:, None] & (cols < words))
     # Last: rows are on their way before threads wait for what these need.
     tl.store(found + n, there.to(tl.uint8), mask=active)
-    _note_use(used, place, there, now)
+    _note_use(used, place, there, tl.load(time))
 
 
 @triton.jit(do_not_specialize=["count", "now"])

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from viviane.ops.cuda_driver import RecordedLaunch
 
 _KEPT: Final = 16
 """Requests that wait for their next use; more are made while more threads look up at once."""
@@ -34,6 +37,9 @@ class LookupRequest:
         self._keys = torch.empty(capacity, dtype=torch.int64, pin_memory=pinned)
         self._tables = torch.empty(capacity, dtype=torch.int32, pin_memory=pinned)
         self._found = torch.empty(capacity, dtype=torch.uint8, pin_memory=pinned)
+        self._time, self._last_time = torch.zeros(1, dtype=torch.int32, device=device), 0
+        self.recorded: dict[Hashable, RecordedLaunch | None] = {}
+        """Lookups through this memory by form and address of the output; None: one that was launched once."""
         self.addresses = tuple(one.data_ptr() for one in self.tensors())
         self.reshape(1, capacity)
 
@@ -47,9 +53,15 @@ class LookupRequest:
         self.found: NDArray[np.bool_] = self._found.numpy()[:count].view(np.bool_).reshape(features, rows)
         """(F, B), after a lookup: which keys are there. The next lookup overwrites it."""
 
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return keys, tables and found flags as a kernel takes them."""
-        return self._keys, self._tables, self._found
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Return keys, tables, found flags and the time of use as a kernel takes them."""
+        return self._keys, self._tables, self._found, self._time
+
+    def set_time(self, now: int) -> None:
+        """Let later lookups on the current stream note this time of use, a number of 32 bits."""
+        if now != self._last_time:
+            self._time.fill_(now)
+            self._last_time = now
 
 
 class LookupRequests:
@@ -69,7 +81,8 @@ class LookupRequests:
         """Lend a request for so many features and rows."""
         count = features * rows
         with self._turn:
-            fits = next((one for one in self._free if one.capacity >= count), None)
+            # The one used last: the processor has it in its caches, and its lookups are recorded.
+            fits = next((one for one in reversed(self._free) if one.capacity >= count), None)
             if fits is not None:
                 self._free.remove(fits)
         request = fits or LookupRequest(1 << max(8, (count - 1).bit_length()), self._device)

@@ -1,18 +1,21 @@
-"""The launch of a request's lookup, prepared once for each form of request and output.
+"""The launch of a request's lookup, prepared once for each form of request and output, then recorded.
 
-A lookup takes some tens of microseconds, in which a processor with cold caches runs little of Python: so whatever
-depends on the form alone, and Triton's look at each argument, is done at the first lookup of a form.
+A lookup takes some tens of microseconds, in which a processor with cold caches runs little of Python and of CUDA: so
+whatever depends on the form alone, and Triton's look at each argument, is done at the first lookup of a form. A lookup
+that comes again with the same memory for keys and rows is a CUDA graph, started by one call of the driver.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 
 from viviane.core.errors import ConfigError
+from viviane.ops.cuda_driver import RecordedLaunch
 from viviane.ops.row_cache.gpu_kernels import find_request_kernel
 from viviane.ops.row_cache.request import LookupRequest
 from viviane.ops.triton_parts.launch import ceil_div, find_columns, power_of_two
@@ -20,6 +23,7 @@ from viviane.ops.triton_parts.launch import ceil_div, find_columns, power_of_two
 _BLOCK: Final = 16
 _NUM_WARPS: Final = 4
 _MOST_FORMS: Final = 512
+_MOST_RECORDED: Final = 64  # of each request's memory; a graph takes some 10 KB
 
 
 class _Form(NamedTuple):
@@ -60,19 +64,20 @@ class RequestLaunch:
         Raises:
             ConfigError: the output has another form than the request and its columns need.
         """
+        request.set_time(now)
         address = out.data_ptr()
-        key = request.keys.shape, out.shape, out.stride(), out.dtype, out.device, address % 16, tuple(columns)
-        form = self._forms.get(key)
-        if form is None or stream is None:
-            self._launch_first(key, request, out, tuple(columns), now)
+        kind = request.keys.shape, out.shape, out.stride(), out.dtype, out.device, tuple(columns)
+        recorded = request.recorded.get((address, kind))
+        if recorded is not None and stream is not None:
+            recorded.start(stream.cuda_stream)
             return
-        form.run(
-            *request.addresses, *form.addresses, address, *form.numbers, now, *form.constants, stream=stream.cuda_stream
-        )
+        form = self._forms.get((address % 16, kind))
+        if form is None or stream is None:
+            self._launch_first((address % 16, kind), request, out, tuple(columns))
+        else:
+            _launch_again(form, (address, kind), request, address, stream)
 
-    def _launch_first(
-        self, key: Hashable, request: LookupRequest, out: Tensor, columns: tuple[int, ...], now: int
-    ) -> None:
+    def _launch_first(self, key: Hashable, request: LookupRequest, out: Tensor, columns: tuple[int, ...]) -> None:
         """Launch by Triton, and keep what later lookups of this form need."""
         features, rows = request.keys.shape
         _check_columns(columns, features)
@@ -82,7 +87,7 @@ class RequestLaunch:
         numbers = features * rows, rows, len(self._index[0]), out.stride(0), at.first, at.step
         constants = {"aligned": at.aligned, "words": self._words, "width": power_of_two(self._words), "block": _BLOCK}
         compiled = find_request_kernel[(programs,)](
-            *request.tensors(), at.places, *self._index, out, *numbers, now, **constants, num_warps=_NUM_WARPS
+            *request.tensors(), at.places, *self._index, out, *numbers, **constants, num_warps=_NUM_WARPS
         )
         if compiled is None:
             return
@@ -90,6 +95,20 @@ class RequestLaunch:
             self._forms.clear()
         addresses = tuple(None if one is None else one.data_ptr() for one in (at.places, *self._index))
         self._forms[key] = _Form(compiled[(programs, 1, 1)], addresses, numbers, tuple(constants.values()))
+
+
+def _launch_again(form: _Form, key: Hashable, request: LookupRequest, address: int, stream: torch.cuda.Stream) -> None:
+    """Launch what Triton compiled; record it where the same lookup came before, for memory that is used once is not
+    worth a graph."""
+    launch = partial(form.run, *request.addresses, *form.addresses, address, *form.numbers, *form.constants)
+    if key not in request.recorded:
+        if len(request.recorded) >= _MOST_RECORDED:
+            request.recorded.clear()
+        request.recorded[key] = None
+        launch(stream=stream.cuda_stream)
+        return
+    recorded = request.recorded[key] = RecordedLaunch(lambda handle: launch(stream=handle))
+    recorded.start(stream.cuda_stream)
 
 
 def _check_columns(columns: tuple[int, ...], features: int) -> None:
