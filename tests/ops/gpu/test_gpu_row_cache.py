@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -161,6 +162,22 @@ def test_lookups_that_come_again_read_what_the_cache_has_now(device):
             cache.find_for(request, out, [1])
     cache.evict_older(0.3)
     assert sorted(cache.keys().tolist()) == sorted(kept.tolist())
+
+
+def test_a_recorded_lookup_starts_in_a_thread_that_has_called_nothing_of_cuda(device):
+    cache, keys, out = DeviceRowCache(40, ROW_BYTES, device), np.arange(40), torch.zeros(20, 6, device=device)
+    cache.insert(keys, rows_for(keys, 0))
+
+    def look_up(first: int) -> bool:
+        with cache.requests.take(1, 20) as request:
+            request.keys[:], request.tables[:] = keys[first : first + 20], 0
+            return bool(cache.find_for(request, out, [0]).all())
+
+    assert all(look_up(first) for first in range(4))
+    for first in range(5, 15):
+        with ThreadPoolExecutor(1) as thread:
+            assert thread.submit(look_up, first).result()
+        assert out.cpu().numpy().view(np.uint8).tobytes() == rows_for(keys[first : first + 20], 0).tobytes()
 
 
 def test_outputs_of_one_form_are_each_written_at_their_own_address(device):

@@ -177,23 +177,13 @@ class DeviceRowCache:
         reader = next(self._last_reader)
         self._readers[reader] = None  # before the launch: places that it may read are kept
         try:
-            if _is_elsewhere(out):
-                from viviane.ops.triton_parts.launch import on_device
-
-                with on_device(out):
-                    self._look_up(request, out, columns)
-            else:
-                self._look_up(request, out, columns)
+            stream = self._current_stream()
+            self._launch(request, out, columns, _now(), stream)
+            if stream is not None:
+                stream.synchronize()
         finally:
             del self._readers[reader]
         return request.found
-
-    def _look_up(self, request: LookupRequest, out: Tensor, columns: Sequence[int]) -> None:
-        """Launch a lookup on the current stream and wait for it."""
-        stream = self._current_stream()
-        self._launch(request, out, columns, _now(), stream)
-        if stream is not None:
-            stream.synchronize()
 
     @cached_property
     def _current_stream(self) -> Callable[[], torch.cuda.Stream | None]:
@@ -519,10 +509,6 @@ def _is_interpreted() -> bool:
     from triton import knobs
 
     return bool(knobs.runtime.interpret)
-
-
-def _is_elsewhere(tensor: Tensor) -> bool:
-    return tensor.is_cuda and tensor.device.index != torch.cuda.current_device()
 
 
 def _check_lookup(keys: Tensor, tables: Tensor, out: Tensor, words: int) -> None:

@@ -46,6 +46,7 @@ class LookupRequest:
     def reshape(self, features: int, rows: int) -> None:
         """Use the memory for other numbers of features and rows."""
         count = features * rows
+        self.shape = features, rows
         self.keys: NDArray[np.int64] = self._keys.numpy()[:count].reshape(features, rows)
         """(F, B), keys of the next lookup."""
         self.tables: NDArray[np.int32] = self._tables.numpy()[:count].reshape(features, rows)

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from viviane.core.errors import ConfigError
-from viviane.ops.cuda_driver import RecordedLaunch
+from viviane.ops.cuda_driver import RecordedLaunch, attach
 from viviane.ops.row_cache.gpu_kernels import find_request_kernel
 from viviane.ops.row_cache.request import LookupRequest
-from viviane.ops.triton_parts.launch import ceil_div, find_columns, power_of_two
+from viviane.ops.triton_parts.launch import ceil_div, find_columns, on_device, power_of_two
 
 _BLOCK: Final = 16
 _NUM_WARPS: Final = 4
@@ -48,13 +48,13 @@ class RequestLaunch:
     """
 
     def __init__(self, index: Sequence[Tensor], words: int) -> None:
-        self._index, self._words = tuple(index), words
+        self._index, self._words, self._device = tuple(index), words, index[0].device
         self._forms: dict[Hashable, _Form] = {}
 
     def __call__(
         self, request: LookupRequest, out: Tensor, columns: Sequence[int], now: int, stream: torch.cuda.Stream | None
     ) -> None:
-        """Launch a lookup on the current device, on its current stream.
+        """Launch a lookup on the current stream of the cache's device.
 
         Args:
             request, out, columns: see `DeviceRowCache.find_for`.
@@ -66,22 +66,25 @@ class RequestLaunch:
         """
         request.set_time(now)
         address = out.data_ptr()
-        kind = request.keys.shape, out.shape, out.stride(), out.dtype, out.device, tuple(columns)
-        recorded = request.recorded.get((address, kind))
+        key = address, out.shape, out.stride(), out.dtype, request.shape, tuple(columns)
+        recorded = request.recorded.get(key)
         if recorded is not None and stream is not None:
+            attach(self._device)
             recorded.start(stream.cuda_stream)
             return
-        form = self._forms.get((address % 16, kind))
-        if form is None or stream is None:
-            self._launch_first((address % 16, kind), request, out, tuple(columns))
-        else:
-            _launch_again(form, (address, kind), request, address, stream)
+        form_key = address % 16, out.device, *key[1:]
+        form = self._forms.get(form_key)
+        with on_device(self._index[0]):
+            if form is None or stream is None:
+                self._launch_first(form_key, request, out, tuple(columns))
+            else:
+                _launch_again(form, key, request, address, stream)
 
     def _launch_first(self, key: Hashable, request: LookupRequest, out: Tensor, columns: tuple[int, ...]) -> None:
         """Launch by Triton, and keep what later lookups of this form need."""
-        features, rows = request.keys.shape
+        features, rows = request.shape
         _check_columns(columns, features)
-        _check_output(out, rows, max(columns) + self._words, self._index[0].device)
+        _check_output(out, rows, max(columns) + self._words, self._device)
         at = find_columns(columns, out.shape[1], out.device)
         programs = ceil_div(features * rows, _BLOCK)
         numbers = features * rows, rows, len(self._index[0]), out.stride(0), at.first, at.step
