@@ -18,7 +18,8 @@ from torch import Tensor
 from viviane.core.errors import VivianeError
 from viviane.ops.hash_table.device_memory import DeviceRange
 
-_NO_RESERVE = 0x4000 if sys.platform == "linux" else 0  # Linux: do not count pages that are never touched
+NO_RESERVE = 0x4000 if sys.platform == "linux" else 0
+"""A flag of mmap: Linux then does not count pages that are never written."""
 _PORTABLE_ROWS = 1 << 24
 _SMALL_BYTES = 4 << 20  # this much of a table lies in ordinary pages: small tables stay small
 MOST_ROWS = 2**31 - 2
@@ -44,7 +45,7 @@ def reserved(count: int, dtype: torch.dtype, when_released: Callable[[], object]
     num_bytes = max(count, 1) * dtype.itemsize
     try:
         if hasattr(mmap, "MAP_PRIVATE"):
-            memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE)
+            memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NO_RESERVE)
         else:
             memory = mmap.mmap(-1, num_bytes)
     except (OSError, ValueError, OverflowError) as error:

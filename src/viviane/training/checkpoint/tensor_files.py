@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import mmap
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from viviane.core.errors import CheckpointError
+from viviane.ops.hash_table.reserve import NO_RESERVE
 from viviane.training.checkpoint.manifest import FileEntry
 
 PIECE_BYTES: Final = 4 << 20
@@ -24,6 +26,7 @@ _TYPES: Final = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
+_TYPES_BY_NAME: Final = {name: dtype for dtype, name in _TYPES.items()}
 
 
 class Source(Protocol):
@@ -67,14 +70,48 @@ def unchanged_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Source]:
 
 
 def read_tensors(file: Path) -> dict[str, Tensor]:
-    """Return the tensors of a safetensors file, memory-mapped, so that they are read when used."""
+    """Return the tensors of a safetensors file, memory-mapped, so that they are read when used.
+
+    The file may be larger than memory. Changes of a tensor stay in memory.
+
+    Raises:
+        CheckpointError: the file cannot be read, or is not one of tensors of types that are written here.
+    """
     from safetensors import SafetensorError, safe_open
 
     try:
-        with safe_open(file, framework="pt", device="cpu") as handle:
-            return {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118 - no iterator there
-    except (SafetensorError, OSError) as error:
+        with safe_open(file, framework="np") as handle:  # it checks that sizes and places are those of the file
+            kinds = {name: handle.get_slice(name) for name in handle.offset_keys()}
+            described = {name: (one.get_dtype(), one.get_shape()) for name, one in kinds.items()}
+        data = _map_privately(file)
+    except (SafetensorError, OSError, ValueError, OverflowError) as error:
         raise CheckpointError("not a readable safetensors file", where=str(file), value=str(error)) from error
+    start, found = _HEADER_BLOCK + int.from_bytes(data[:_HEADER_BLOCK].numpy().tobytes(), "little"), {}
+    for name, (kind, shape) in described.items():
+        if kind not in _TYPES_BY_NAME:
+            raise CheckpointError("a tensor has a type that is not supported", where=f"{file}, {name}", value=kind,
+                                  allowed=", ".join(sorted(_TYPES_BY_NAME)))  # fmt: skip
+        dtype = _TYPES_BY_NAME[kind]
+        part = data[start : start + math.prod(shape) * dtype.itemsize]
+        start += len(part)
+        is_aligned = part.storage_offset() % dtype.itemsize == 0
+        found[name] = (part if is_aligned else part.clone()).view(dtype).view(shape)
+    return found
+
+
+def _map_privately(file: Path) -> Tensor:
+    """Return the bytes of a file, mapped so that a changed page is copied.
+
+    Linux would refuse such a mapping that is larger than memory, as if all of it were to be changed: it is told that
+    pages need no reserve.
+    """
+    with file.open("rb") as handle:
+        if hasattr(mmap, "MAP_PRIVATE"):
+            flags = mmap.MAP_PRIVATE | NO_RESERVE
+            memory = mmap.mmap(handle.fileno(), 0, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        else:
+            memory = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_COPY)
+    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def tensors_of_bytes(data: bytes, where: str) -> dict[str, Tensor]:
