@@ -7,7 +7,7 @@ import json
 import math
 import mmap
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final, Protocol
 
@@ -83,35 +83,44 @@ def read_tensors(file: Path) -> dict[str, Tensor]:
         with safe_open(file, framework="np") as handle:  # it checks that sizes and places are those of the file
             kinds = {name: handle.get_slice(name) for name in handle.offset_keys()}
             described = {name: (one.get_dtype(), one.get_shape()) for name, one in kinds.items()}
-        data = _map_privately(file)
+        memory = _map_privately(file)
     except (SafetensorError, OSError, ValueError, OverflowError) as error:
         raise CheckpointError("not a readable safetensors file", where=str(file), value=str(error)) from error
-    start, found = _HEADER_BLOCK + int.from_bytes(data[:_HEADER_BLOCK].numpy().tobytes(), "little"), {}
+    start, found = _HEADER_BLOCK + int.from_bytes(memory[:_HEADER_BLOCK], "little"), {}
     for name, (kind, shape) in described.items():
         if kind not in _TYPES_BY_NAME:
             raise CheckpointError("a tensor has a type that is not supported", where=f"{file}, {name}", value=kind,
                                   allowed=", ".join(sorted(_TYPES_BY_NAME)))  # fmt: skip
-        dtype = _TYPES_BY_NAME[kind]
-        part = data[start : start + math.prod(shape) * dtype.itemsize]
-        start += len(part)
-        is_aligned = part.storage_offset() % dtype.itemsize == 0
-        found[name] = (part if is_aligned else part.clone()).view(dtype).view(shape)
+        try:
+            found[name] = _tensor_at(memory, start, _TYPES_BY_NAME[kind], shape)
+        except RuntimeError as error:  # no numbers, in a shape whose strides overflow
+            raise CheckpointError("a tensor has an impossible shape", where=f"{file}, {name}", value=shape) from error
+        start += found[name].nbytes
     return found
 
 
-def _map_privately(file: Path) -> Tensor:
+def _map_privately(file: Path) -> mmap.mmap:
     """Return the bytes of a file, mapped so that a changed page is copied.
 
     Linux would refuse such a mapping that is larger than memory, as if all of it were to be changed: it is told that
     pages need no reserve.
     """
     with file.open("rb") as handle:
-        if hasattr(mmap, "MAP_PRIVATE"):
-            flags = mmap.MAP_PRIVATE | NO_RESERVE
-            memory = mmap.mmap(handle.fileno(), 0, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-        else:
-            memory = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_COPY)
-    return torch.frombuffer(memory, dtype=torch.uint8)
+        if not hasattr(mmap, "MAP_PRIVATE"):
+            return mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_COPY)
+        flags = mmap.MAP_PRIVATE | NO_RESERVE
+        return mmap.mmap(handle.fileno(), 0, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+
+
+def _tensor_at(memory: mmap.mmap, start: int, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
+    """Return a tensor over mapped bytes, with a storage of its own: torch's generators ignore a storage's offset."""
+    count = math.prod(shape)
+    if not count:
+        return torch.empty(shape, dtype=dtype)
+    if start % dtype.itemsize == 0:
+        return torch.frombuffer(memory, dtype=dtype, count=count, offset=start).view(shape)
+    data = torch.frombuffer(memory, dtype=torch.uint8, count=count * dtype.itemsize, offset=start)
+    return data.clone().view(dtype).view(shape)
 
 
 def tensors_of_bytes(data: bytes, where: str) -> dict[str, Tensor]:
