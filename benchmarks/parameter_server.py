@@ -160,6 +160,7 @@ class OneTable:
     """One table that deltas change."""
 
     model = "bench"
+    base = 0
 
     def __init__(self, table: TableHierarchy) -> None:
         self.table = table

@@ -105,7 +105,11 @@ def test_top_shows_rates_between_two_readings() -> None:
     assert cells == ["ctr 1", "item", "host", "ok", "100", "0", "100.0%", "100.0", "0.500", "2.000", "2"]
     again = [next(iter(column.cells)) for column in top.table_of(before, now, 2.0, "").columns]
     assert again[4] == "0"  # a version that was loaded again counts from 0
-    assert top.updates_of(stats(1, 0)) == "ctr 1: not connected, publication 7, staleness 1.50 s, 1,234 rows, gaps 1"
+    line = "ctr 1: not connected, publication 7, staleness 1.50 s, 1,234 rows, gaps 1"
+    assert top.updates_of(stats(1, 0)) == line
+    refusing = stats(1, 0)
+    refusing[0]["parameter_server"]["updates"] |= {"refused": 3, "last_error": "deltas of another publisher"}
+    assert top.updates_of(refusing) == f"{line}, refused 3: deltas of another publisher"
     assert "no tables in tiers" in list(top.table_of({}, {}, None, "").columns[0].cells)
 
 

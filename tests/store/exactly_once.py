@@ -44,6 +44,7 @@ class Target:
     """One table in RocksDB, rows and positions in one write."""
 
     model = "m"
+    base = 0
 
     def __init__(self, folder: Path) -> None:
         self.database = RocksDatabase(folder)

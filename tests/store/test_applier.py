@@ -22,6 +22,7 @@ class DictTarget:
     """Tables as dicts, whose rows and positions change together."""
 
     model = "ctr"
+    base = 0
 
     def __init__(self) -> None:
         self.tables: dict[str, dict[int, bytes]] = {"item": {}, "user": {}}

@@ -47,6 +47,8 @@ class _Updates(BaseModel):
     publication: int | None
     staleness_s: Amount
     rows: Count
+    refused: Count = 0
+    last_error: str = ""
     gaps: list[Any]
 
 
@@ -134,6 +136,7 @@ def updates_of(stats: list[Any]) -> str:
             lines.append(
                 f"{model['name']} {model['version']}: {state}, publication {updates['publication']}, "
                 f"staleness {updates['staleness_s']:.2f} s, {updates['rows']:,} rows, gaps {len(updates['gaps'])}"
+                + (f", refused {updates['refused']:,}: {updates['last_error']}" if updates.get("refused") else "")
             )
     return "\n".join(map(printable, lines))
 

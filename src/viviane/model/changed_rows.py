@@ -40,6 +40,7 @@ class ChangedRows:
                 )  # fmt: skip
             self.collections[name] = one
         self._touched: dict[str, Tensor] = {}
+        self._published: dict[str, Tensor] = {}
         self._clocks: dict[str, int] = {}
         self._keys_by_row: dict[str, tuple[Tensor, Tensor]] = {}
         self._removed: dict[str, Keys] = {}
@@ -58,6 +59,7 @@ class ChangedRows:
                     where=f"table {full!r}", value=f"update={rule.update!r}", allowed="update='local'",  # type: ignore[union-attr]
                 )  # fmt: skip
             self._touched[full] = torch.zeros(config.num_rows, dtype=torch.bool, device=collection.device)
+            self._published[full] = torch.zeros_like(self._touched[full])
 
     def _tables(self) -> dict[str, tuple[EmbeddingCollection, str]]:
         found = {}
@@ -81,6 +83,26 @@ class ChangedRows:
 
     def _mark(self, full: str, table: TableConfig, ids: Tensor) -> None:
         self._touched[full][rows_of_keys(ids, table)] = True
+
+    def mark_again(self, *, all_rows: bool = False) -> None:
+        """Remember all rows that were published, since other weights were loaded; with `all_rows`, every row."""
+        for full, published in self._published.items():
+            self._touched[full] |= published
+            self._touched[full] |= all_rows
+        self._clocks = dict.fromkeys(self._clocks, -1)
+
+    @property
+    def num_dynamic(self) -> int:
+        """How many tables are dynamic."""
+        return len(self._clocks)
+
+    def first_rows(self, count: int) -> dict[str, Rows]:
+        """Return the first rows of each table with a size."""
+        found = {}
+        for full, (collection, table) in self._tables().items():
+            if full in self._touched:
+                found[full] = self._rows(full, collection.table_rows(table).detach()[:count].cpu())
+        return found
 
     def begin(self) -> None:
         """Take the keys of dynamic tables as they are now as those that servers know: a checkpoint was loaded."""
@@ -141,6 +163,7 @@ class ChangedRows:
             return content.keys.cpu().numpy(), content.weight.detach().cpu()
         touched = self._touched[full]
         rows = touched.nonzero().view(-1)
+        self._published[full] |= touched
         touched.zero_()
         return rows.cpu().numpy(), collection.table_rows(table).detach()[rows].cpu()
 

@@ -320,6 +320,10 @@ class Model:
         )
         return self._publications[-1]
 
+    def end_publication(self, publication: Publication) -> None:
+        """Let later calls of `fit` publish there no more; `Publication.close` calls it."""
+        self._publications = [one for one in self._publications if one is not publication]
+
     def init_output_bias(self, train: Dataset) -> list[str]:
         """Let training begin at the base rate p of each binary label: the bias of its logit becomes ln(p / (1 - p)).
 
@@ -441,8 +445,11 @@ class Model:
 
         Args:
             folder: where to; an older model there is replaced.
-            published: which published changes the weights contain, as recorded by the publisher.
+            published: which published changes the weights contain; None: of a model that publishes to one topic, all
+                so far, so that servers may begin with the saved model.
         """
+        if published is None and len(self._publications) == 1:
+            published = self._publications[0].position().to_json()
         with self.trainer.averaged():
             return write_model(
                 folder, self._content(), self.schema, self.module, self.etl, self.trainer.group, published=published

@@ -12,22 +12,27 @@ from torch import Tensor
 
 from viviane.batch import Batch
 from viviane.core.errors import ConfigError, RemoteError, StoreError
+from viviane.core.logging import get_logger
 from viviane.model.changed_rows import ChangedRows
 from viviane.store.applier import Published
+from viviane.store.outbox import Outbox
 from viviane.store.stream import DeltaPublisher
 from viviane.training import Callback
-from viviane.training.checkpoint.dense_state import dense_tensors
+from viviane.training.checkpoint.dense_state import NUM_DIGEST_ROWS, dense_tensors, weights_digest
 from viviane.training.trainer_base import TrainerBase
 
 if TYPE_CHECKING:
     from viviane.training import History
+
+_log = get_logger("model")
 
 
 class Publication(Callback):
     """Sends the rows that training has changed to servers, every so many seconds, through an outbox.
 
     Made by `Model.publish`. `fit` calls it; a loop of your own calls `mark` after each step, and `publish`.
-    What is published is in the outbox first, so that it survives a kill of this process.
+    What is published is in the outbox first, so that it survives a kill of this process. Servers take it if their
+    snapshot has the weights that the model has now, or is one that `snapshot` or `Model.save` wrote meanwhile.
 
     Args:
         model: what is trained.
@@ -39,6 +44,8 @@ class Publication(Callback):
 
     Raises:
         RemoteError: no broker answers within 3 seconds, or there is no such topic.
+        ConfigError: an optimizer or `ema_decay` moves rows that no batch touches, or the outbox continues a model with
+            other weights.
     """
 
     reason = "publication"
@@ -51,14 +58,30 @@ class Publication(Callback):
             value = f"every_s {every_s}, dense_every {dense_every}"
             raise ConfigError("publications come at no such times", value=value, allowed="more than 0; 1 or more")
         self.every_s, self.dense_every = every_s, dense_every
+        if model.solver.ema_decay is not None:
+            raise ConfigError(
+                "the running mean of weights moves rows that no batch touches, so that all of them would have to be "
+                "published", where="Solver", value=f"ema_decay={model.solver.ema_decay}", fix="leave ema_decay out",
+            )  # fmt: skip
         self._model = model
-        self._publisher = DeltaPublisher(address, outbox, model.name, settings=settings)
         self._changed = ChangedRows(model.module)
+        digest = self._digest()
+        self._publisher = DeltaPublisher(address, outbox, model.name, base=digest, settings=settings)
+        self._continues = digest in (self._outbox.base, self._outbox.weights) or not self._outbox.publication
+        self._began_at = model.trainer.step
+        self._is_closed = False
         self._last = time.monotonic()
         self._first_step: int | None = None
         self._step = 0
         self._count = 0
         self._watches: list[Any] = []
+
+    @property
+    def _outbox(self) -> Outbox:
+        return self._publisher.outbox
+
+    def _digest(self) -> int:
+        return weights_digest(dense_tensors(self._model.module), self._changed.first_rows(NUM_DIGEST_ROWS))
 
     # For loops of your own --------------------------------------------------------------------------------------
 
@@ -76,6 +99,10 @@ class Publication(Callback):
         """
         from safetensors.torch import save
 
+        if self._is_closed:
+            raise ConfigError("the publication is closed", where=str(self._publisher.address),
+                              fix="make another one with Model.publish")  # fmt: skip
+        self._begin()
         clocks = self._changed.clocks
         changes, removed = self._changed.take(), self._changed.take_removed()
         dense = None
@@ -92,6 +119,20 @@ class Publication(Callback):
         self._first_step, self._last = None, time.monotonic()
         return number
 
+    def _begin(self) -> None:
+        """Let servers have this model's weights, where the outbox was left by others."""
+        if self._continues:
+            return
+        if self._changed.num_dynamic:
+            raise ConfigError(
+                "the outbox continues a model with other weights, and which keys its dynamic tables had is not known",
+                where=str(self._outbox.folder),
+                fix="resume the run, load its last snapshot, or publish with a new outbox and a new snapshot",
+            )  # fmt: skip
+        _log.warning("%s was left by a model with other weights: all rows are published", self._outbox.folder)
+        self._changed.mark_again(all_rows=True)
+        self._continues = True
+
     def barrier(self, timeout_s: float = 60.0) -> None:
         """Return when the broker has confirmed all that was published; raises RemoteError after `timeout_s`."""
         self._publisher.barrier(timeout_s)
@@ -103,13 +144,20 @@ class Publication(Callback):
             folder: of the model, such as "models/ctr/2".
         """
         self.publish()
-        outbox = self._publisher.outbox
-        positions = {stream: seq for stream, seq in outbox.last.items() if stream[0]}
-        return self._model.save(folder, published=Published(outbox.publisher, positions).to_json())
+        return self._model.save(folder, published=self.position().to_json())
+
+    def position(self) -> Published:
+        """Return what was published so far, which a snapshot of the model contains."""
+        return Published(self._outbox.publisher, dict(self._outbox.last))
 
     def close(self) -> None:
         """Wait for the broker for up to 10 seconds; what it has not confirmed stays in the outbox."""
-        self._publisher.close()
+        if not self._is_closed:
+            self._is_closed = True
+            if self._first_step is None:
+                self._outbox.end_with(self._digest())
+            self._publisher.close()
+            self._model.end_publication(self)
 
     # For fit ----------------------------------------------------------------------------------------------------
 
@@ -124,6 +172,8 @@ class Publication(Callback):
                               fix="cuda_graph=False")  # fmt: skip
         if not self._count:  # a run that resumes has loaded its checkpoint after this object was made
             self._changed.begin()
+            if trainer.step != self._began_at and not self._outbox.publication:
+                self._outbox.begin_with(self._digest())
         for collection in self._changed.collections.values():
             self._watches.append(collection.register_forward_pre_hook(self._looked_up))
 
@@ -141,8 +191,15 @@ class Publication(Callback):
         """Publish before a checkpoint: a run that resumes from it has nothing left to publish from before."""
         return {"publication": self.publish()}
 
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from a checkpoint of the run that left the outbox: steps after it come again, with the same rows."""
+        del state
+        self._continues = True
+
     def on_fit_end(self, history: History) -> None:
-        """Publish the rest, and watch no more."""
+        """Publish the rest, and watch no more; where the best weights were restored, publish those."""
+        if history.restored_step is not None:
+            self._changed.mark_again()
         self.publish()
         for one in self._watches:
             one.remove()

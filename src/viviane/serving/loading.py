@@ -28,6 +28,7 @@ from viviane.schema import Schema
 from viviane.serving.parameter_server.settings import TableSettings
 from viviane.serving.parameter_server.tables import Place, ServedTables
 from viviane.store.applier import Published
+from viviane.training.checkpoint.dense_state import dense_tensors
 from viviane.training.checkpoint.load import load_dense_weights
 from viviane.training.checkpoint.manifest import read_manifest
 from viviane.training.step.objective import Objective
@@ -117,6 +118,7 @@ def load_model(
         load_weights(find_model(folder), module)
     else:
         load_dense_weights(served.place.weights, module, served.place.manifest)
+        served.set_base(dense_tensors(module))
     if table_dtype == "int8":
         quantize_tables(collections_of(module).values())
     module.eval()

@@ -129,6 +129,9 @@ class InferenceSession:
             if tables.settings.cache is not None and tables.settings.cache.warm_up:
                 tables.warm_up(older)
             tables.prepare_dense = partial(self._new_dense, model)
+            kept = tables.kept_dense()
+            if kept is not None:
+                self._new_dense(model, kept)()
             tables.follow()
         except BaseException:
             tables.close()

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import eq
-from typing import Any, Literal, Protocol
+from typing import Any, Final, Literal, Protocol
 
 import numpy as np
 
@@ -25,6 +25,7 @@ Stream = tuple[str, int]
 Visible = Literal["row", "publication"]
 Repair = Callable[[str, int, int, int], Iterable[bytes]]
 """Gives the deltas of a table and partition from one seq to another, both included."""
+_MOST_TOLD: Final = 100
 _log = get_logger("store")
 
 
@@ -111,6 +112,8 @@ class DeltaTarget(Protocol):
     """What deltas change."""
 
     model: str
+    base: int
+    """Digest of the weights that it began with; 0: unknown."""
 
     def row_bytes(self, table: str) -> int | None:
         """Return the bytes of a table's rows; None: it has no such table, and such deltas are left out."""
@@ -201,6 +204,7 @@ class DeltaApplier:
         self._dense: dict[int, dict[int, bytes]] = {}
         """By publication the parts of its dense weights; a later publication may arrive before an earlier one ends."""
         self._num_parts: dict[int, int] = {}
+        self._told: set[tuple[str, int]] = set()
         self._lock = threading.Lock()
 
     def offer(self, messages: Iterable[bytes]) -> None:
@@ -236,21 +240,28 @@ class DeltaApplier:
             delta = decode_delta(data, where="a message of the stream")
             self._check(delta)
         except StoreError as error:
-            self.status.refused += 1
-            self.status.last_error = error.what
-            _log.warning("a message was left out: %s", str(error).replace("\n", ";"))
+            self._refuse(error, 0)
             return
         head = delta.header
         if head.model != self.target.model:
             self.status.foreign += 1
             return
         if self._publisher not in (0, head.publisher):
-            self.status.refused += 1
-            self.status.last_error = "deltas of another publisher"
-            _log.warning("left out: %s is of another publisher than what was applied; load its snapshot", head.where)
+            self._refuse(_other_publisher(delta), head.publisher)
+            return
+        if not self._publisher and head.base and self.target.base not in (0, head.base):
+            self._refuse(_other_weights(delta), head.publisher)
             return
         self._publisher = head.publisher
         self._number(delta)
+
+    def _refuse(self, error: StoreError, publisher: int) -> None:
+        """Count a message that is left out; the first one of a publisher is logged for each reason."""
+        self.status.refused += 1
+        self.status.last_error = error.what
+        if (error.what, publisher) not in self._told and len(self._told) < _MOST_TOLD:
+            self._told.add((error.what, publisher))
+            _log.warning("a message was left out, and others like it will be: %s", str(error).replace("\n", ";"))
 
     def _check(self, delta: Delta) -> None:
         head = delta.header
@@ -272,6 +283,8 @@ class DeltaApplier:
         seen = self._seen_of(stream)
         if head.seq <= seen:
             self.status.repeated += 1
+            if head.kind == DeltaKind.END:
+                self._ended[head.partition] = max(self._ended.get(head.partition, 0), head.publication)
             return
         # Deltas about the whole model are complete in themselves: the end of a publication lists what is before it.
         if head.table and head.seq > seen + 1 and not self._fill(stream, seen + 1, head.seq - 1):
@@ -280,7 +293,7 @@ class DeltaApplier:
 
     def _seen_of(self, stream: Stream) -> int:
         if stream not in self._seen:
-            self._seen[stream] = self.target.applied(stream) if stream[0] else 0
+            self._seen[stream] = self.target.applied(stream)
         return self._seen[stream]
 
     def _fill(self, stream: Stream, first: int, last: int) -> bool:
@@ -353,13 +366,15 @@ class DeltaApplier:
         if self.visible == "publication":
             due = [one for one in self._staged if one.header.publication <= complete]
         if not due:
+            self.status.publication = max(self.status.publication, complete)
             return
         dense_due = self._dense_due(complete)
         changes: dict[str, Changes] = {}
         last: dict[Stream, int] = {}
         for one in due:
             head = one.header
-            if head.table:
+            # Dense weights come before the end of their publication, in the same partition.
+            if head.table or (head.kind == DeltaKind.END and head.publication <= complete):
                 last[head.table, head.partition] = head.seq
             if head.table and self.target.row_bytes(head.table) is not None:
                 changes.setdefault(head.table, Changes()).parts.append(one)
@@ -388,3 +403,16 @@ class DeltaApplier:
         """Return counts and gaps as plain data."""
         gaps = [{"table": one.table, "partition": one.partition, "seq": one.seq} for one in self.gaps.values()]
         return {**vars(self.status), "gaps": gaps, "waiting": len(self._staged)}
+
+
+def _other_publisher(delta: Delta) -> StoreError:
+    return StoreError("deltas of another publisher", where=delta.header.where, value=delta.header.publisher,
+                      allowed="that of the deltas that were applied, or of the snapshot",
+                      fix="load a snapshot of this publisher, or give each publisher its own topic")  # fmt: skip
+
+
+def _other_weights(delta: Delta) -> StoreError:
+    return StoreError("deltas of a model that began with other weights", where=delta.header.where,
+                      value=delta.header.publisher, allowed="those of a publisher that began with the served snapshot",
+                      fix="load a snapshot of this publisher: Publication.snapshot, or Model.save while it publishes",
+                      )  # fmt: skip

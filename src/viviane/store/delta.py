@@ -8,8 +8,9 @@ A delta is a header of 128 bytes, the names, the keys and the rows, each beginni
     16  kind: rows, erased, dense, end of publication (uint32)
     20  partition, num_partitions   96  num_rows, row_bytes        (uint32)
     28  part, num_parts (uint16)   104  bytes of model, table      (uint16)
-    32  generation, 40 publisher   128  model, table (UTF-8)
-    48  seq, 56 prev_seq (int64)        keys int64 (n,), rows uint8 (n, row_bytes)
+    32  generation, 40 publisher   108  base (int64)
+    48  seq, 56 prev_seq (int64)   128  model, table (UTF-8)
+                                        keys int64 (n,), rows uint8 (n, row_bytes)
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _SENT_BYTES: Final = 960_000
 """Maximum size of a message: brokers refuse more than 1,000,000 bytes by default."""
 MAX_NAME_BYTES: Final = 255
 _MAGIC: Final = b"VVDELTA1"
-_HEADER: Final = struct.Struct("<8sIIIIIHHqqqqqqqqIIHH20x")
+_HEADER: Final = struct.Struct("<8sIIIIIHHqqqqqqqqIIHHq12x")
 _ALIGNED: Final = 64
 _CHECKED_FROM: Final = 12  # after magic and checksum
 
@@ -65,6 +66,7 @@ class DeltaHeader:
         first_step, last_step: training steps whose changes are in it.
         part, num_parts: of dense weights.
         time_us: when it was made, microseconds since 1970.
+        base: digest of the weights that the publisher began with, so that no other model takes its changes; 0: unknown.
     """
 
     model: str
@@ -82,6 +84,7 @@ class DeltaHeader:
     part: int = 0
     num_parts: int = 1
     time_us: int = 0
+    base: int = 0
 
     @property
     def where(self) -> str:
@@ -123,6 +126,7 @@ class Delta:
                 buffer, 0, _MAGIC, 0, total, int(head.kind), head.partition, head.num_partitions, head.part,
                 head.num_parts, head.generation, head.publisher, head.seq, head.prev_seq, head.first_step,
                 head.last_step, head.publication, head.time_us, len(keys), rows.shape[1], len(model), len(table),
+                head.base,
             )  # fmt: skip
         except struct.error as error:
             raise ConfigError("a number in a delta is out of range", where=head.where, value=str(error)) from error
@@ -152,7 +156,7 @@ def decode_delta(data: Any, *, where: str = "delta", row_bytes: int | None = Non
         raise StoreError("not a delta: its size", where=where, value=f"{size:,} bytes", allowed=allowed)
     (magic, checksum, total, kind, partition, num_partitions, part, num_parts, generation, publisher, seq, prev_seq,
      first_step, last_step, publication, time_us, count, width, model_bytes,
-     table_bytes) = _HEADER.unpack_from(whole.data)  # fmt: skip
+     table_bytes, base) = _HEADER.unpack_from(whole.data)  # fmt: skip
     if magic != _MAGIC:
         raise StoreError(
             "not a delta, or of another version", where=where, value=bytes(magic).hex(), allowed="VVDELTA1"
@@ -178,7 +182,7 @@ def decode_delta(data: Any, *, where: str = "delta", row_bytes: int | None = Non
         raise StoreError("a name in a delta is no text", where=where, value=str(error)) from error
     header = DeltaHeader(
         model, table, generation, partition, seq, prev_seq, publication, publisher, num_partitions, first_step,
-        last_step, DeltaKind(kind), part, num_parts, time_us,
+        last_step, DeltaKind(kind), part, num_parts, time_us, base,
     )  # fmt: skip
     keys = whole[keys_at : keys_at + 8 * count].view(np.int64)
     return Delta(header, keys, whole[rows_at : rows_at + count * width].reshape(count, width))

@@ -517,6 +517,11 @@ class TableHierarchy:
                 level.missed, level.num_missed = [], 0
                 level.breaker.succeeded()
 
+    @property
+    def takes_notes(self) -> bool:
+        """Whether the store keeps notes."""
+        return any(level.role == "store" and isinstance(level.tier, Noting) for level in self.levels)
+
     def note(self, name: str) -> bytes | None:
         """Return a note that `apply` wrote with rows; None where the store has none."""
         store = next((level.tier for level in self.levels if level.role == "store"), None)

@@ -2,7 +2,7 @@
 
     outbox/
         lock                    one publisher at a time
-        outbox.json             the publisher's random number, generation
+        outbox.json             the publisher's random number, generation, what weights it began and ended with
         00000001.vvlog, ...     frames: length, CRC-32C of the length and offset, delta; the delta has its own checksum
         sent.json               up to which frame the broker has confirmed everything
 
@@ -53,13 +53,14 @@ class Outbox:
     Args:
         folder: made if it is absent.
         model: whose deltas these are.
+        base: digest of the weights that a new outbox begins with; 0: unknown.
         keep_bytes: how much of what the broker has confirmed stays, for consumers that have lost something.
 
     Raises:
         StoreError: another publisher has the folder, it is of another model, or a file is damaged.
     """
 
-    def __init__(self, folder: str | Path, model: str, *, keep_bytes: int = 4 << 30) -> None:
+    def __init__(self, folder: str | Path, model: str, *, base: int = 0, keep_bytes: int = 4 << 30) -> None:
         self.folder, self.model, self.keep_bytes = local_path(folder), model, keep_bytes
         self.folder.mkdir(parents=True, exist_ok=True)
         refuse_links(self.folder, error=StoreError)
@@ -69,7 +70,7 @@ class Outbox:
         self.last: dict[_Stream, int] = {}
         self.publication = 0
         try:
-            self._read_identity()
+            self._read_identity(base)
             self._segments = [self._scan(path, last=i == 0) for i, path in enumerate(reversed(self._paths()))][::-1]
         except BaseException:
             self.close()
@@ -84,17 +85,18 @@ class Outbox:
 
     # Identity ---------------------------------------------------------------------------------------------------
 
-    def _read_identity(self) -> None:
+    def _read_identity(self, base: int) -> None:
         path, sent = self.folder / "outbox.json", self.folder / "sent.json"
         if not path.exists():
-            first = {"version": _VERSION, "model": self.model, "publisher": secrets.randbits(62), "generation": 1}
-            write_json_atomic(path, first)
+            self.publisher, self.generation, self.base, self.weights = secrets.randbits(62), 1, base, 0
+            self._write_identity()
         content = read_json_object(path, error=StoreError)
         with expected_form(str(path), StoreError):
             if content["version"] != _VERSION or content["model"] != self.model:
                 what = "the outbox is of another model or version"
                 raise StoreError(what, where=str(path), value=str(content.get("model"))[:100], allowed=self.model)
             self.publisher, self.generation = int(content["publisher"]), int(content["generation"])
+            self.base, self.weights = int(content.get("base", 0)), int(content.get("weights", 0))
         self.sent = 0
         if sent.exists():
             content = read_json_object(sent, error=StoreError)
@@ -102,6 +104,22 @@ class Outbox:
                 self.sent = int(content["frame"])
                 self.last = {(str(t), int(p)): int(s) for t, p, s in content["last"]}
                 self.publication = int(content["publication"])
+
+    def _write_identity(self) -> None:
+        content = {"version": _VERSION, "model": self.model, "publisher": self.publisher,
+                   "generation": self.generation, "base": self.base, "weights": self.weights}  # fmt: skip
+        write_json_atomic(self.folder / "outbox.json", content)
+
+    def begin_with(self, base: int) -> None:
+        """Note with which weights the first delta begins."""
+        assert not self.publication
+        self.base = base
+        self._write_identity()
+
+    def end_with(self, weights: int) -> None:
+        """Note which weights servers have when they have applied all that was published."""
+        self.weights = weights
+        self._write_identity()
 
     # Reading what is there --------------------------------------------------------------------------------------
 

@@ -80,12 +80,13 @@ class StreamAddress:
         try:
             found = client.list_topics(self.topic, timeout=START_TIMEOUT_S).topics[self.topic]
         except kafka.KafkaException as error:
-            raise RemoteError("no broker answers", where=str(self), value=str(error.args[0]),
+            raise RemoteError("no broker answers", where=str(self), value=error.args[0].str(),
                               fix="start it, or check host and port") from None  # fmt: skip
         finally:
             client.close()
         if found.error is not None or not found.partitions:
-            raise RemoteError("there is no such topic", where=str(self), value=str(found.error), fix="make it first")
+            value = "no partitions" if found.error is None else found.error.str()
+            raise RemoteError("there is no such topic", where=str(self), value=value, fix="make it first")
         return len(found.partitions)
 
 
@@ -99,6 +100,7 @@ class DeltaPublisher:
         address: kafka://host:port/topic.
         outbox: folder of the outbox, of this publisher alone.
         model: by which servers know the model.
+        base: digest of the weights that a new outbox begins with; 0: unknown.
         max_waiting: deltas that may wait for the broker; `publish` waits while there are more.
         max_wait_s: how long `publish` waits then.
         settings: librdkafka's own; no credentials.
@@ -109,14 +111,14 @@ class DeltaPublisher:
     """
 
     def __init__(
-        self, address: str, outbox: str | Path, model: str, *, max_waiting: int = 1024, max_wait_s: float = 60.0,
-        settings: Mapping[str, Any] | None = None,
+        self, address: str, outbox: str | Path, model: str, *, base: int = 0, max_waiting: int = 1024,
+        max_wait_s: float = 60.0, settings: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
         self.address = StreamAddress.of(address)
         self._settings = dict(settings or {})
         self.num_partitions = self.address.partitions(self._settings)
         self.model, self.max_waiting, self.max_wait_s = model, max_waiting, max_wait_s
-        self.outbox = Outbox(outbox, model)
+        self.outbox = Outbox(outbox, model, base=base)
         self._turn = threading.Condition()
         self._stopping = False
         self._error: BaseException | None = None
@@ -149,7 +151,7 @@ class DeltaPublisher:
         number = self.outbox.publication + 1
         base = DeltaHeader(
             self.model, "", self.outbox.generation, 0, 1, 0, number, self.outbox.publisher, self.num_partitions,
-            *steps, time_us=time.time_ns() // 1000,
+            *steps, time_us=time.time_ns() // 1000, base=self.outbox.base,
         )  # fmt: skip
         last = dict(self.outbox.last)
         deltas: list[Delta] = []

@@ -37,6 +37,7 @@ from viviane.store.mover import Mover
 from viviane.store.redis import RedisTier
 from viviane.store.row_layout import Keys, RowLayout, Rows
 from viviane.store.subscriber import DeltaSubscriber
+from viviane.training.checkpoint.dense_state import NUM_DIGEST_ROWS, weights_digest
 from viviane.training.checkpoint.manifest import Manifest
 
 AnyTable = TableConfig | DynamicTableConfig
@@ -44,6 +45,8 @@ _POOL_THREADS: Final = 4
 _WARM_ROWS: Final = 65_536
 _APPLIED: Final = "applied"
 _PUBLISHER: Final = "publisher"
+_DENSE: Final = "dense"
+_NO_KEYS: Keys = np.empty(0, np.int64)
 _log = get_logger("serving")
 
 
@@ -86,6 +89,8 @@ class ServedTables:
             self._resources.callback(self._pool.shutdown, wait=True, cancel_futures=True)
         self._positions: dict[Stream, int] = {}
         self._publisher = 0
+        self.base = 0
+        """Digest of the saved weights, which tells publishers that began with others."""
         self.prepare_dense: Callable[[bytes], Callable[[], None]] | None = None
         """Reads dense weights that came with updates; what it returns lets requests use them."""
         self._subscriber: DeltaSubscriber | None = None
@@ -196,7 +201,10 @@ class ServedTables:
         if stream in self._positions:
             return self._positions[stream]
         table, partition = stream
-        note = self.hierarchies[table].note(f"{_APPLIED} {partition}") if table in self.hierarchies else None
+        if table:
+            note = self.hierarchies[table].note(f"{_APPLIED} {partition}") if table in self.hierarchies else None
+        else:
+            note = self._model_note(f"{_APPLIED} {partition}")
         return self._positions.setdefault(stream, int(note) if note is not None else self._saved_position(stream))
 
     def _saved_position(self, stream: Stream) -> int:
@@ -229,10 +237,42 @@ class ServedTables:
                 notes = {f"{_APPLIED} {partition}": str(seq).encode() for (_, partition), seq in done.items()}
                 hierarchy.apply(keys, rows, erased, {**notes, _PUBLISHER: str(publisher).encode()})
                 self._positions |= done
+            self._keep_dense(None if commit is None else dense, last)
             self._positions |= last
             self._publisher = publisher
             if commit is not None:
                 commit()
+
+    def _keep_dense(self, dense: bytes | None, last: Mapping[Stream, int]) -> None:
+        """Write dense weights beside the rows of the first table, so that a restart has both of one publication."""
+        done = {partition: seq for (table, partition), seq in last.items() if not table}
+        notes = {self._model_key(f"{_APPLIED} {partition}"): str(seq).encode() for partition, seq in done.items()}
+        if dense is not None:
+            notes[self._model_key(_DENSE)] = dense
+        hierarchy = next(iter(self.hierarchies.values()), None)
+        if notes and hierarchy is not None and hierarchy.takes_notes:
+            hierarchy.apply(_NO_KEYS, hierarchy.layout.empty(0), _NO_KEYS, notes)
+
+    def kept_dense(self) -> bytes | None:
+        """Return the dense weights of the rows in the store; None: there are none newer than the saved ones."""
+        return self._model_note(_DENSE)
+
+    def _model_note(self, name: str) -> bytes | None:
+        hierarchy = next(iter(self.hierarchies.values()), None)
+        return None if hierarchy is None else hierarchy.note(self._model_key(name))
+
+    def _model_key(self, name: str) -> str:
+        return f"model {self.base} {name}"
+
+    def set_base(self, dense: Mapping[str, torch.Tensor]) -> None:
+        """Take the digest of the saved weights."""
+        rows = {}
+        for name, hierarchy in self.hierarchies.items():
+            if not self.place.manifest.tables[name].is_dynamic:
+                tier = hierarchy.levels[-1].tier
+                rows[name] = hierarchy.layout.empty(min(NUM_DIGEST_ROWS, tier.num_rows()))
+                tier.fetch(np.arange(len(rows[name])), rows[name])
+        self.base = weights_digest(dense, rows)
 
     def reading(self) -> AbstractContextManager[None]:
         """Keep publications that become visible together out, while a request is computed."""

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from viviane.core.errors import CheckpointError
 from viviane.embedding.module_parts import dense_buffers, dense_modules, dense_parameters
 from viviane.optim import DenseOptimizer
+
+NUM_DIGEST_ROWS: Final = 16
+"""How many rows of each table `weights_digest` reads."""
 
 
 def dense_tensors(module: nn.Module) -> dict[str, Tensor]:
@@ -28,6 +35,24 @@ def dense_tensors(module: nn.Module) -> dict[str, Tensor]:
                 fix="keep the state in a buffer (register_buffer)",
             )
     return {name: tensor.detach() for name, tensor in tensors.items()}
+
+
+def weights_digest(dense: Mapping[str, Tensor], rows: Mapping[str, NDArray[np.uint8]]) -> int:
+    """Return 62 bits of the SHA-256 of a model's weights, at least 1: equal for equal weights, on any device.
+
+    Args:
+        dense: what `dense_tensors` returns.
+        rows: by table, the bytes of its first `NUM_DIGEST_ROWS` rows; dynamic tables are left out.
+    """
+    found = hashlib.sha256()
+    for name in sorted(dense):
+        tensor = dense[name].detach().cpu().contiguous()
+        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        found.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
+    for name in sorted(rows):
+        found.update(f"{name} {rows[name].shape}\n".encode())
+        found.update(rows[name].tobytes())
+    return int.from_bytes(found.digest()[:8], "little") >> 2 or 1
 
 
 def optimizer_tensors(
