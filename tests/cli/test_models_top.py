@@ -55,6 +55,25 @@ def test_versions_are_listed_loaded_and_rolled_back(server: Any) -> None:
     assert say("models", "list", url) == ""
 
 
+def test_a_version_that_cannot_be_loaded_is_refused_with_the_reason(server: Any, tmp_path: Path) -> None:
+    url = server.url
+    with pytest.raises(ConfigError, match="no such version") as found:
+        models.load(url, "ctr", 9)
+    assert (found.value.value, found.value.allowed) == ("9", "1, 2, 3")
+    assert say("models", "list", url) == "ctr  3  READY\n"  # no line about versions that do not exist
+    dense = tmp_path / "ctr" / "2" / "weights" / "dense.safetensors"
+    dense.write_bytes(dense.read_bytes() + b"more")
+    for change in (models.load, models.rollback):
+        with pytest.raises(ConfigError, match="refuses the request: a file of the checkpoint was altered") as found:
+            change(url, "ctr", 2)
+        assert "dense.safetensors" in str(found.value)
+    assert "ctr  2  UNAVAILABLE  a file of the checkpoint was altered" in say("models", "list", url)
+    assert "ctr  3  READY" in say("models", "list", url)
+    with pytest.raises(RemoteError) as unreachable:
+        models.ask("http://127.0.0.1:1", "/v2/models/stats")
+    assert unreachable.value.value == "[Errno 111] Connection refused"
+
+
 def test_a_refusal_is_told_as_the_server_does(server: Any, tmp_path: Path) -> None:
     entry = {"name": "ctr", "path": str(tmp_path / "ctr"), "session": {"device": "cpu"}}
     closed = vv.Server({"http_port": 0, "grpc_port": None, "inference": {"models": [entry]}})

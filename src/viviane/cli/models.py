@@ -93,8 +93,9 @@ def ask(url: str, path: str, content: dict[str, Any] | None = None) -> Any:
     except urllib.error.HTTPError as error:
         raise _refusal(_reason(error), url + path) from None
     except (OSError, HTTPException, ValueError) as error:  # ValueError: a redirection to an invalid address
+        cause = error.reason if isinstance(error, urllib.error.URLError) else error
         raise RemoteError(
-            "no server responds", where=url, value=str(error), fix="start it, or check the port"
+            "no server responds", where=url, value=str(cause), fix="start it, or check the port"
         ) from None
     return parse_json(body or b"{}", where=url + path, error=RemoteError, max_bytes=MAX_REPLY_BYTES)
 
@@ -105,8 +106,8 @@ def _refusal(reason: str, where: str) -> ConfigError:
     said = {name.strip(): printable(text.strip()) for name, sign, text in (one.partition(":") for one in more) if sign}
     value = said.get("value")
     return ConfigError(
-        f"the server refuses the request: {printable(problem)}", where=where,
-        value=None if value is None else value.strip("'"), allowed=said.get("allowed"), fix=said.get("do"),
+        f"the server refuses the request: {printable(problem)}", where=said.get("where", where),
+        allowed=said.get("allowed"), fix=said.get("do"), **({} if value is None else {"value": value.strip("'")}),
     )  # fmt: skip
 
 

@@ -18,7 +18,7 @@ from viviane.serving.errors import ModelNotFoundError
 from viviane.serving.parameter_server.settings import TableSettings
 from viviane.serving.session import InferenceSession, Scores
 from viviane.serving.settings import MODEL_NAME, ModelEntry, RepositorySettings, SessionSettings
-from viviane.serving.versions import find_versions
+from viviane.serving.versions import find_version, find_versions
 
 SWITCH_S: Final = 0.0005
 """How long a thread may keep the interpreter's lock while another one wants it, where requests are answered."""
@@ -126,8 +126,7 @@ class ModelRepository:
             CheckpointError: there is no such version, or it is damaged; what was loaded stays.
         """
         entry = self._entry(name, path, settings, tables)
-        found = find_versions(entry.path)
-        number = max(found) if version is None else version
+        number, _ = find_version(entry.path, version)
         with self._one_load, _quick_turns():
             self._say(ModelStatus(name, number, "loading"))
             try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Final
 
-from viviane.core.errors import CheckpointError
+from viviane.core.errors import CheckpointError, CheckpointNotFoundError
 from viviane.core.locations import AnyPath
 from viviane.core.remote.published import published_location
 from viviane.model.saving import FILES_FILE, MODEL_FILE
@@ -38,13 +38,14 @@ def find_version(path: str | AnyPath, version: int | None) -> tuple[int, AnyPath
     """Return one version and its folder; None takes the latest.
 
     Raises:
-        CheckpointError: there is no such version.
+        CheckpointNotFoundError: there is no such version.
     """
     found = find_versions(path)
     number = max(found) if version is None else version
     if number not in found:
         known = ", ".join(map(str, found))
-        raise CheckpointError("there is no such version of the model", where=str(path), value=version, allowed=known)
+        what = "there is no such version of the model"
+        raise CheckpointNotFoundError(what, where=str(path), value=version, allowed=known)
     return number, found[number]
 
 

@@ -39,6 +39,10 @@ class Admits(Protocol):
         """Count a request whose body has arrived; returns what to call at its end."""
         ...
 
+    def admit(self, path: bytes) -> Callable[[], None] | None:
+        """Decide about a request that arrives whole and count it; returns what to call at its end, None if refused."""
+        ...
+
 
 def protocol_class(settings: ServerSettings, admits: Admits) -> type[asyncio.Protocol]:
     """Return uvicorn's HTTP protocol with limits on headers, on the time that they take, and on connections.
@@ -111,10 +115,10 @@ class _Limits(_NEXT):  # type: ignore[misc]
             known = len(data) == self._known_bytes and data.startswith(self._known_head)
             self._looked = known or self._is_whole(data)
             if self._looked:
-                if self.admits.refuses(self._known_path):
+                self._leave = self.admits.admit(self._known_path)
+                if self._leave is None:
                     self._refuse_unparsed()
                     return
-                self._leave = self.admits.enter(self._known_path)
         if not self._in_body:
             self._watch()
         self._between = False

@@ -15,7 +15,9 @@ from typing import Any, Final, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from viviane.core.errors import VivianeError, suggest
+from viviane.core.errors import CheckpointNotFoundError, VivianeError, suggest
+from viviane.core.logging import get_logger
+from viviane.core.machine_errors import as_own_error
 from viviane.serving.errors import ModelNotFoundError, RowProblem, RowsError
 from viviane.serving.repository import ModelRepository
 from viviane.serving.server.admission import Admission, Queue, overloaded
@@ -40,6 +42,7 @@ _COMPUTING: Final = (
     ("json", "/v1/models/", ":predict"),
     (RECOMMEND, "/v1/recommenders/", ":recommend"),
 )
+_log = get_logger("serving.server")
 _SMALL_BYTES: Final = 16 << 10
 """A request of up to this many bytes is parsed where it arrives; a longer one on a thread of its own."""
 
@@ -107,12 +110,7 @@ class Service:
 
         Beyond saturation a server has to spend next to nothing on the requests that it refuses.
         """
-        asked = _asked(path)
-        queue = None if asked is None else self._queue(*asked)
-        if asked is None or queue is None or not self.admission.refuses(queue):
-            return False
-        self.metrics.failed(asked[0], asked[1], Status.OVERLOADED.grpc)
-        return True
+        return self._refuses(path)[0]
 
     def enter(self, path: bytes) -> Callable[[], None]:
         """Count a request that has arrived whole, by its path.
@@ -121,11 +119,20 @@ class Service:
             What to call when it is answered, or its connection has ended.
         """
         asked = _asked(path)
+        return _entered(None if asked is None else self._queue(*asked))
+
+    def admit(self, path: bytes) -> Callable[[], None] | None:
+        """Count a request that arrives whole, in the queue that it was not refused by; returns None where it was."""
+        is_refused, queue = self._refuses(path)
+        return None if is_refused else _entered(queue)
+
+    def _refuses(self, path: bytes) -> tuple[bool, Queue | None]:
+        asked = _asked(path)
         queue = None if asked is None else self._queue(*asked)
-        if queue is None:
-            return _nothing
-        queue.backlog.enter()
-        return queue.backlog.leave
+        if asked is None or queue is None or not self.admission.refuses(queue):
+            return False, queue
+        self.metrics.failed(asked[0], asked[1], Status.OVERLOADED.grpc)
+        return True, queue
 
     def refuses_unread(self) -> bool:
         """Return whether a gRPC request is to be refused before its message is read, and count it if so.
@@ -363,21 +370,18 @@ class Service:
             version: None takes those that the settings name.
 
         Raises:
-            RequestError: loading is not allowed, or the settings name no such model.
-            CheckpointError: the model is damaged; what was loaded stays.
+            RequestError: loading is not allowed, the settings name no such model, or it cannot be loaded: what was
+                loaded stays.
         """
         self._check_control()
         entries = {entry.name: entry for entry in self.settings.inference.models}
         if model not in entries:
             fix = suggest(model, entries)
             raise RequestError(Status.NOT_FOUND, "no model of this name is loaded", value=model, fix=fix)
-        loop = asyncio.get_running_loop()
-        try:
-            entry = entries[model] if version is None else entries[model].model_copy(update={"versions": (version,)})
-            await loop.run_in_executor(self._loads, self.repository.add, entry)
-        except OSError as error:
-            raise invalid("the model cannot be read", where=entries[model].path, value=str(error)) from error
+        entry = entries[model] if version is None else entries[model].model_copy(update={"versions": (version,)})
+        await self._loaded(model, self.repository.add, entry)
         self._forget()
+        loop = asyncio.get_running_loop()
         await loop.run_in_executor(self._loads, self.warm_up, model)
 
     async def unload(self, model: str, version: int | None = None) -> None:
@@ -394,13 +398,27 @@ class Service:
         """Let an earlier version of a model respond again; see `ModelRepository.rollback`.
 
         Raises:
-            RequestError: loading is not allowed. ModelNotFoundError: no such model is loaded.
+            RequestError: loading is not allowed, or the version cannot be loaded. ModelNotFoundError: no such model is
+                loaded.
         """
         self._check_control()
-        loop = asyncio.get_running_loop()
-        number = await loop.run_in_executor(self._loads, self.repository.rollback, model, version)
+        number = await self._loaded(model, self.repository.rollback, model, version)
         self._forget()
         return number
+
+    async def _loaded(self, model: str, load: Callable[..., T], *args: Any) -> T:
+        """Load beside the event loop. Who may load models is told why one cannot be loaded, as the index tells it."""
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._loads, load, *args)
+        except Exception as error:
+            own = as_own_error(error)
+            if own is None or status_of(own) is not Status.INTERNAL:
+                raise
+            _log.error("%s was not loaded: %s", model, own)
+            status = Status.NOT_FOUND if isinstance(own, CheckpointNotFoundError) else Status.INVALID
+            details = {"where": own.where, "value": own.value, "allowed": own.allowed, "fix": own.fix}
+            known = {name: value for name, value in details.items() if value is not None}
+            raise RequestError(status, own.what, **known) from error
 
     def warm_up(self, model: str) -> None:
         """Predict a made-up row, so that the first request does not wait for the ETL to plan its queries."""
@@ -464,7 +482,14 @@ def chosen_outputs(answer: Answer, names: Sequence[str] | None) -> dict[str, NDA
     return found
 
 
-@lru_cache(256)
+def _entered(queue: Queue | None) -> Callable[[], None]:
+    """Count a request in a queue, and return what to call at its end."""
+    if queue is None:
+        return _nothing
+    queue.backlog.enter()
+    return queue.backlog.leave
+
+
 def _nothing() -> None:
     """End a request that no queue counts."""
 
