@@ -18,7 +18,7 @@ from viviane.embedding.cache_sizes import CacheSettings, divided, own_bytes, slo
 from viviane.embedding.dynamic_config import AnyTable
 
 _log = get_logger("model")
-_FITS = 0.8
+FITS = 0.8
 """Tables whose rows and state take more than this share of the free memory do not fit: layers and batches need some."""
 _SHARE = 0.5
 
@@ -90,6 +90,11 @@ def table_memory(
     return found
 
 
+def memory_for_tables(device: torch.device) -> int | None:
+    """Return the free bytes of a device's memory, or of the machine's for the CPU; None if unknown."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_memory()
+
+
 def _fixed_bytes(tables: Sequence[AnyTable], optimizer: AnyOptimizer, fixed: Mapping[str, MemorySize]) -> int:
     """Return the bytes that tables with a size of their own take."""
     settings = CacheSettings(tables=fixed)
@@ -128,11 +133,11 @@ def _chosen(
     tables: Sequence[AnyTable], optimizer: AnyOptimizer, device: torch.device, num_processes: int
 ) -> CacheSettings | None:
     """Return the memory of tables that do not fit into what is free; None where they do."""
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_memory()
+    free = memory_for_tables(device)
     needed = sum(table_bytes(one, optimizer) for one in tables) // num_processes
     if device.type == "cpu" and free is not None:
         free //= num_processes
-    if free is None or needed <= _FITS * free:
+    if free is None or needed <= FITS * free:
         return None
     memory = int(free * _SHARE)
     _log.info(

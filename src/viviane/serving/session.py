@@ -24,6 +24,7 @@ from viviane.serving.encoding import RowEncoder
 from viviane.serving.errors import RowProblem, RowsError, SessionClosedError
 from viviane.serving.instances import Instances
 from viviane.serving.loading import LoadedModel, load_model, table_bytes
+from viviane.serving.parameter_server.automatic import tiers_if_too_large
 from viviane.serving.parameter_server.settings import TableSettings
 from viviane.serving.parameter_server.tables import ServedTables
 from viviane.serving.settings import SessionSettings
@@ -60,7 +61,8 @@ class InferenceSession:
         path: a model folder, a run folder, or a folder of versions `1/`, `2/`, ...; a URL, too.
         version: which of the versions; None takes the latest.
         module: for a model made from a torch module, a module of the same shapes.
-        tables: tiers that hold the tables (`viviane.serving.parameter_server.TableSettings`); None: memory.
+        tables: tiers that hold the tables (`viviane.serving.parameter_server.TableSettings`); None: memory, and a cache
+            over the saved model where they do not fit.
         warm_from: a session of another version, with whose keys caches are filled.
         settings: fields of `SessionSettings`, such as device="cpu", precision="bf16", num_threads=4.
 
@@ -98,6 +100,8 @@ class InferenceSession:
         device = resolve_device(self.settings.device)
         if isinstance(tables, Mapping):
             tables = TableSettings.from_dict(dict(tables), where="tables")
+        if tables is None and module is None and self.settings.table_dtype == "model":
+            tables = tiers_if_too_large(folder, device)
         if tables is not None and tables.updates is not None:
             # Before the model is loaded, which may take minutes: a dead broker or a missing topic raises at once.
             StreamAddress.of(tables.updates.address).partitions(tables.updates.settings)
