@@ -16,6 +16,7 @@ from viviane.core.locations import AnyPath, RemotePath, location
 if TYPE_CHECKING:
     from viviane.data import Dataset
     from viviane.model import Model
+    from viviane.model.publication import Publication
     from viviane.training import History
 
 _INTERRUPTED = 130
@@ -37,7 +38,11 @@ def command(
     processes: Annotated[int | None, typer.Option(min=1, help="Train in this many processes on the CPU.")] = None,
     gpus: Annotated[int | None, typer.Option(min=1, help="Train on this many GPUs of this machine.")] = None,
     publish: Annotated[
-        str | None, typer.Option(metavar="URL", help="Send changed rows to kafka://host:port/topic while it trains.")
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="Send changed rows to kafka://host:port/topic while it trains; servers begin with RUN/snapshot.",
+        ),
     ] = None,
     publish_every: Annotated[float, typer.Option(min=0.01, help="Seconds between publications.")] = 1.0,
     max_restarts: Annotated[
@@ -75,8 +80,7 @@ def command(
         if group.rank == 0 and not quiet:
             model.summary()
         if publish is not None:
-            published = model.publish(publish, outbox=folder.path / "outbox", every_s=publish_every)
-            held.callback(published.close)
+            held.callback(_publish(model, publish, publish_every, folder.path, quiet=quiet).close)
         files = {"train.json": settings.to_dict()}
         history = model.fit(train, validation, run_folder=place, resume=resume, files=files, verbose=0 if quiet else 1)
         if history.interrupted:
@@ -99,6 +103,16 @@ def command(
     if best is not None and settings.data.negatives is None:
         say(f"best reachable AUC of this synthetic data: {best:.4f}")
     say(f"model:  {saved}\nreport: {report}")
+
+
+def _publish(model: Model, url: str, every_s: float, folder: Path, *, quiet: bool) -> Publication:
+    """Publish from now on, and save where servers begin unless an earlier start of the run did."""
+    publication = model.publish(url, outbox=folder / "outbox", every_s=every_s)
+    if not publication.position().positions:
+        snapshot = model.save(folder / "snapshot")
+        if not quiet:
+            say(f"servers begin with: {snapshot}")
+    return publication
 
 
 def _measure_importance(model: Model, validation: Dataset, folder: Path) -> None:

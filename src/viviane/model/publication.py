@@ -68,6 +68,8 @@ class Publication(Callback):
         digest = self._digest()
         self._publisher = DeltaPublisher(address, outbox, model.name, base=digest, settings=settings)
         self._continues = digest in (self._outbox.base, self._outbox.weights) or not self._outbox.publication
+        if not self._outbox.publication and self._outbox.base != digest:  # of an attempt that published nothing
+            self._outbox.begin_with(digest)
         self._began_at = model.trainer.step
         self._is_closed = False
         self._last = time.monotonic()

@@ -1,12 +1,15 @@
 """Which published changes a served model takes, and what a server has after a restart, on a real broker."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
 import viviane as vv
+from viviane.cli.main import app
 from viviane.core.errors import ConfigError
 from viviane.model.publication import Publication
 from viviane.serving import InferenceSession
@@ -189,3 +192,24 @@ def test_running_means_are_not_published(tmp_path: Path) -> None:
     model = plain_model(ema_decay=0.9)
     with pytest.raises(ConfigError, match="running mean"):
         Publication(model, "kafka://127.0.0.1:1/t", outbox=tmp_path / "outbox")
+
+
+def test_the_command_publishes_and_writes_where_servers_begin(broker: Any, topic: str, tmp_path: Path) -> None:
+    address = f"kafka://{broker.servers}/{topic}"
+    plain_data(tmp_path / "train")
+    config = {"name": "ctr", "data": {"train": str(tmp_path / "train")},
+              "solver": {"batch_size": 64, "epochs": 2, "lr": 0.05, "device": "cpu"},
+              "model": {"zoo": "deepfm", "dim": 4, "deep_mlp": [8]}}  # fmt: skip
+    (tmp_path / "train.json").write_text(json.dumps(config))
+    run = tmp_path / "run"
+    command = ["train", str(tmp_path / "train.json"), "--publish", address, "--run-folder", str(run), "--quiet"]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 0, result.output
+    sent = json.loads((run / "outbox" / "sent.json").read_text())["publication"]
+    rows = {"item": np.arange(300)}
+    with InferenceSession(run / "model", device="cpu") as session:
+        truth = session.predict(rows)
+    for name in ("snapshot", "model"):
+        with InferenceSession(run / name, device="cpu", tables=clause(address)) as session:
+            followed(session, sent)
+            assert np.array_equal(session.predict(rows), truth)
