@@ -25,7 +25,7 @@ class AllRows:
 
     def __init__(self, name: str, collection: TableCollection, table: str) -> None:
         if not isinstance(collection, EmbeddingCollection):
-            fix = "train in one process, or sample candidates: softmax='sampled'"
+            fix = "train in one process, serve without `tables`, or sample candidates: softmax='sampled'"
             raise ConfigError("all_rows needs a table that one process holds", where=f"embedding {name!r}", fix=fix)
         self.collection = collection
         self.table = table

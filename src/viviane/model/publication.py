@@ -14,6 +14,7 @@ from viviane.batch import Batch
 from viviane.core.errors import ConfigError, RemoteError, StoreError
 from viviane.core.logging import get_logger
 from viviane.model.changed_rows import ChangedRows
+from viviane.model.nodes import SparseEmbedding
 from viviane.store.applier import Published
 from viviane.store.outbox import Outbox
 from viviane.store.stream import DeltaPublisher
@@ -44,8 +45,8 @@ class Publication(Callback):
 
     Raises:
         RemoteError: no broker answers within 3 seconds, or there is no such topic.
-        ConfigError: an optimizer or `ema_decay` moves rows that no batch touches, or the outbox continues a model with
-            other weights.
+        ConfigError: an optimizer, `ema_decay` or `all_rows` moves rows that no batch touches, or the outbox continues a
+            model with other weights.
     """
 
     reason = "publication"
@@ -62,6 +63,12 @@ class Publication(Callback):
             raise ConfigError(
                 "the running mean of weights moves rows that no batch touches, so that all of them would have to be "
                 "published", where="Solver", value=f"ema_decay={model.solver.ema_decay}", fix="leave ema_decay out",
+            )  # fmt: skip
+        whole = [node.name for node in model.nodes if isinstance(node, SparseEmbedding) and node.all_rows]
+        if whole:
+            raise ConfigError(
+                "a softmax over all items moves every row in every step, so that all would have to be published",
+                where=f"embedding {whole[0]!r}", fix="sample candidates: softmax='sampled'",
             )  # fmt: skip
         self._model = model
         self._changed = ChangedRows(model.module)

@@ -213,3 +213,16 @@ def test_the_command_publishes_and_writes_where_servers_begin(broker: Any, topic
         with InferenceSession(run / name, device="cpu", tables=clause(address)) as session:
             followed(session, sent)
             assert np.array_equal(session.predict(rows), truth)
+
+
+def test_a_softmax_over_all_items_is_not_published(tmp_path: Path) -> None:
+    items = {"num_ids": 20, "vocabulary": "item"}
+    columns = [{"name": "hist", "kind": "sequence", "max_length": 4, **items}, {"name": "item", **items}]
+    model = vv.Model(vv.Solver(device="cpu"), vv.Schema(labels=[{"name": "y"}], categorical=columns))
+    model.add(vv.zoo.SASRec(dim=4))
+    model.compile(vv.Adam())
+    with pytest.raises(ConfigError, match="moves every row"):
+        Publication(model, "kafka://127.0.0.1:1/t", outbox=tmp_path / "outbox")
+    folder = model.save(tmp_path / "1")
+    with pytest.raises(ConfigError, match="serve without `tables`"):
+        InferenceSession(folder, device="cpu", tables={"host": {}})
