@@ -16,6 +16,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any, Final
 
+from viviane.core.lazy_names import lazy_names
+
 if TYPE_CHECKING:
     from viviane import export, nn, optim, retrieval, zoo
     from viviane.batch import Bag, Batch
@@ -95,7 +97,7 @@ _HOMES: Final = {
     "viviane.sklearn": ("CTRClassifier", "CTRMultiTaskClassifier", "CTRRanker"),
     "viviane.training": ("Callback", "History", "Trainer"),
 }
-_HOME_OF: Final = {name: home for home, names in _HOMES.items() for name in names}
+_from_modules, _ = lazy_names(__name__, _HOMES)
 _PACKAGES: Final = frozenset({"export", "nn", "optim", "retrieval", "zoo"})
 
 
@@ -106,11 +108,7 @@ def __getattr__(name: str) -> Any:
         return version("viviane")
     if name in _PACKAGES:
         return importlib.import_module(f"viviane.{name}")
-    if name not in _HOME_OF:
-        raise AttributeError(f"module 'viviane' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOME_OF[name]), name)
-    globals()[name] = value
-    return value
+    return _from_modules(name)
 
 
 def __dir__() -> list[str]:

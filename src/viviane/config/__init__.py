@@ -1,19 +1,33 @@
-"""Frozen, validated settings: the same objects from Python, JSON and the command line."""
+"""Frozen, validated settings: the same objects from Python, JSON and the command line.
+
+Optimizers and the solver are imported when they are first used: other settings do not need them.
+"""
+
+from typing import TYPE_CHECKING
 
 from viviane.config.base import Settings, load_json
-from viviane.config.optimizers import (
-    SGD,
-    AdaGrad,
-    Adam,
-    AdamW,
-    AnyOptimizer,
-    Ftrl,
-    Lamb,
-    OptimizerSettings,
-    RMSProp,
-    RowWiseAdam,
-)  # fmt: skip
-from viviane.config.solver import Solver
+from viviane.core.lazy_names import lazy_names
+
+if TYPE_CHECKING:
+    from viviane.config.optimizers import (
+        SGD,
+        AdaGrad,
+        Adam,
+        AdamW,
+        AnyOptimizer,
+        Ftrl,
+        Lamb,
+        OptimizerSettings,
+        RMSProp,
+        RowWiseAdam,
+    )
+    from viviane.config.solver import Solver
+else:
+    _OPTIMIZERS = ("SGD", "AdaGrad", "Adam", "AdamW", "AnyOptimizer", "Ftrl", "Lamb", "OptimizerSettings", "RMSProp",
+                   "RowWiseAdam")  # fmt: skip
+    __getattr__, __dir__ = lazy_names(
+        __name__, {"viviane.config.optimizers": _OPTIMIZERS, "viviane.config.solver": ("Solver",)}
+    )
 
 __all__ = [
     "SGD",

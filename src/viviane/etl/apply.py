@@ -28,8 +28,8 @@ from viviane.schema import RESERVED
 class Applier:
     """Turns staged tables into output tables, row by row and in order.
 
-    Numbers are computed with Arrow, other computed values by the engine; ids are looked up column by column, on several
-    threads.
+    Numbers are computed with Arrow, other computed values by the engine, ids are looked up: column by column, on
+    several threads.
     """
 
     def __init__(self, fitted: Learned, engine: Engine, threads: int) -> None:
@@ -45,10 +45,9 @@ class Applier:
         Raises:
             DataError: a number is still missing, or does not fit float32; names the column.
         """
-        columns = self._numbers(staged)
-        specs = self.fitted.config.categorical
+        columns: dict[str, Any] = {}
         with ThreadPoolExecutor(self.threads) as pool:
-            for found in pool.map(lambda spec: self._ids(spec, staged), specs):
+            for found in pool.map(lambda spec: self._column(spec, staged), self._specs(staged)):
                 columns.update(found)
         names = [name for name in self.fitted.schema.column_names if name in columns]
         if keep_ignored:
@@ -60,19 +59,21 @@ class Applier:
         fields = [pa.field(f.name, f.type, nullable=f.name in self.fitted.config.ignored) for f in table.schema]
         return table.cast(pa.schema(fields))
 
-    def _numbers(self, staged: pa.Table) -> dict[str, Any]:
+    def _specs(self, staged: pa.Table) -> list[LabelSpec | DenseSpec | CategoricalSpec]:
+        """What is to be computed; of labels, dense columns and the sample weight what is there."""
         config = self.fitted.config
-        specs: list[LabelSpec | DenseSpec] = [*config.labels, *config.dense]
-        specs += [config.sample_weight] if config.sample_weight else []
-        specs = [spec for spec in specs if (spec.source or spec.name) in staged.column_names]
-        columns: dict[str, Any] = {}
-        for spec in specs:
-            column = combined(staged.column(spec.source or spec.name))
-            if isinstance(spec, DenseSpec) and spec.dim > 1:
-                columns[spec.name] = self._vector(spec, column)
-            else:
-                columns[spec.name] = self._checked(spec.name, self._float32(spec, column))
-        return columns
+        numbers: list[LabelSpec | DenseSpec] = [*config.labels, *config.dense]
+        numbers += [config.sample_weight] if config.sample_weight else []
+        there = set(staged.column_names)
+        return [*(spec for spec in numbers if (spec.source or spec.name) in there), *config.categorical]
+
+    def _column(self, spec: LabelSpec | DenseSpec | CategoricalSpec, staged: pa.Table) -> dict[str, Any]:
+        if isinstance(spec, CategoricalSpec):
+            return self._ids(spec, staged)
+        column = combined(staged.column(spec.source or spec.name))
+        if isinstance(spec, DenseSpec) and spec.dim > 1:
+            return {spec.name: self._vector(spec, column)}
+        return {spec.name: self._checked(spec.name, self._float32(spec, column))}
 
     def _float32(self, spec: LabelSpec | DenseSpec, values: Any) -> Any:
         numbers = number_column(spec, values, self.fitted.states.get(spec.name, {})).cast(pa.float32(), safe=False)
@@ -101,7 +102,7 @@ class Applier:
         return values
 
     def _ids(self, spec: CategoricalSpec, staged: pa.Table) -> dict[str, Any]:
-        if IDS + spec.name in staged.column_names:
+        if staged.schema.get_field_index(IDS + spec.name) >= 0:
             known = combined(staged.column(IDS + spec.name))
             return {spec.name: known if spec.dtype == "int32" else known.cast(pa.int64())}
         columns = [combined(staged.column(name)) for name in spec.sources]

@@ -14,14 +14,16 @@ from numpy.typing import NDArray
 
 
 def array_of(values: NDArray[Any]) -> Any:
-    """Return an Arrow array over the memory of a NumPy array of numbers, which must not change from then on.
+    """Return an Arrow array over the memory of a NumPy array of numbers, which must not change from then on; of truth
+    values, a copy.
 
     Example:
         >>> array_of(np.array([1.5, 2.0])).to_pylist()
         [1.5, 2.0]
     """
     kind: Any = pa.from_numpy_dtype(values.dtype)
-    buffer: Any = pa.py_buffer(np.ascontiguousarray(values))  # type: ignore[arg-type]
+    stored = np.packbits(values, bitorder="little") if values.dtype == np.bool_ else np.ascontiguousarray(values)
+    buffer: Any = pa.py_buffer(stored)  # type: ignore[arg-type]
     return pa.Array.from_buffers(kind, len(values), [None, buffer])
 
 
@@ -46,3 +48,16 @@ def numbers_of(values: Any) -> NDArray[Any]:
     if pa.types.is_boolean(values.type):
         return np.from_dlpack(values.cast(pa.uint8())).view(np.bool_)
     return np.from_dlpack(values)
+
+
+def neighbours(inside: NDArray[np.bool_]) -> slice | NDArray[np.bool_]:
+    """Return which places are inside: a slice where they are neighbours, as in a split by rows, so that nothing is
+    copied.
+
+    Example:
+        >>> neighbours(np.array([False, True, True])), neighbours(np.array([True, False, True])).tolist()
+        (slice(1, 3, None), [True, False, True])
+    """
+    count = int(np.count_nonzero(inside))
+    first = int(inside.argmax()) if count else 0
+    return slice(first, first + count) if inside[first : first + count].all() else inside

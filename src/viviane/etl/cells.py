@@ -30,8 +30,8 @@ _WANTED: Final = {
 }
 _BOOLEANS: Final = ("false", "f", "no", "n", "0", "true", "t", "yes", "y", "1")
 _NUM_FALSE: Final = 5
-_LOW_HALF, _LETTER, _ZERO, _SIX, _SIXTEEN = (  # the same byte eight times, for a text of eight digits as one word
-    np.uint64(byte * 0x0101010101010101) for byte in (0x0F, 0x40, ord("0"), 6, 16)
+_HIGH_HALF, _LETTER, _ZERO, _SIX, _SIXTEEN = (  # the same byte eight times, for a text of eight digits as one word
+    np.uint64(byte * 0x0101010101010101) for byte in (0xF0, 0x40, ord("0"), 6, 16)
 )
 _HALVINGS: Final = tuple(
     (np.uint64(shift), np.uint64(mask))
@@ -220,21 +220,22 @@ def _eight_digits(array: Any) -> Any:
     if num_present != len(array) - array.null_count or num_bytes != 8 * num_present:
         return None
     text = np.frombuffer(data_buffer, np.uint64, num_present, int(offsets[0]))
-    spare = (text & _LETTER) >> np.uint64(6)  # two arrays are used again and again: they stay in the cache
-    spare *= np.uint64(9)
-    digits = text & _LOW_HALF
-    digits += spare
-    digits &= _LOW_HALF
-    # Whatever the text was, digits is 0 to 15 in each byte: written out again, it is the text only if that was digits.
+    # Three arrays are used again and again: they stay in the cache. In each byte: a letter becomes lower case, less 39
+    # it follows "9", and a digit less "0" is 0 to 15.
+    letter = text & _LETTER
+    digits = letter >> np.uint64(1)
+    digits |= text
+    spare = letter >> np.uint64(6)
+    spare *= _TO_LETTER
+    digits -= spare
+    digits ^= _ZERO
     np.add(digits, _SIX, out=spare)
-    spare &= _SIXTEEN  # above nine
-    written = spare >> np.uint64(4)
-    written *= _TO_LETTER
-    written += digits
-    written += _ZERO
-    spare <<= np.uint64(1)
-    spare |= text
-    if not np.array_equal(written, spare):
+    letter >>= np.uint64(2)
+    spare ^= letter
+    spare &= _SIXTEEN  # above 9 but no letter, or the reverse
+    np.bitwise_and(digits, _HIGH_HALF, out=letter)
+    spare |= letter
+    if np.bitwise_or.reduce(spare):
         return None
     word = digits.byteswap(inplace=True)  # 0x0h0g0f0e0d0c0b0a read as big-endian: the first digit is the highest
     for shift, mask in _HALVINGS:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +27,7 @@ from viviane.etl.stage import Shard
 from viviane.etl.write import PartWriter, Statistics
 
 
+@runtime_checkable
 class Mapper(Protocol):
     """An engine that runs tasks on workers."""
 

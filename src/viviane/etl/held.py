@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from viviane.etl.arrays import array_of, numbers_of, scalar_of
+from viviane.etl.arrays import array_of, neighbours, numbers_of, scalar_of
 from viviane.etl.columns import RESERVED_PREFIX, CategoricalSpec
 from viviane.etl.values import combined
 from viviane.schema import RESERVED
@@ -20,6 +20,7 @@ IDS: Final = f"{RESERVED_PREFIX}ids:"
 """Begins the name of a staged column that holds the ids of an output column, int32."""
 
 _PROBED_ROWS: Final = 1 << 15
+_PIECE_ROWS: Final = 1 << 16
 _HASH_FACTOR: Final = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / golden ratio: the upper bits of the product are the hash
 
 
@@ -43,21 +44,25 @@ class HeldRows:
 
     def __init__(self, tables: Sequence[pa.Table], training: Sequence[NDArray[np.bool_]]) -> None:
         self._tables, self._training = list(tables), list(training)
+        self._learned = neighbours(np.concatenate(self._training))
         self._ids: dict[str, list[Any]] = {}  # by output column, for each shard
 
     def counts(self, wanted: Counting) -> pa.Table:
         """Count the values that columns of one vocabulary have in training rows, as `Engine.count` does."""
         specs = wanted.specs
-        columns = [[combined(table.column(spec.sources[0])) for table in self._tables] for spec in specs]
+        columns = [[table.column(spec.sources[0]) for table in self._tables] for spec in specs]
         parts = [one for column in columns for one in column]
-        inside = self._training * len(specs)
         listed = any(pa.types.is_list(one.type) for one in parts)
+        learned: slice | NDArray[np.bool_] = slice(None)
         if listed:
-            parts = [_flat(one.filter(pa.array(rows))) for one, rows in zip(parts, inside, strict=True)]
-            inside = [np.ones(len(one), np.bool_) for one in parts]
-        values, codes = _encoded(combined(pa.chunked_array(parts)), wanted.min_count)
-        learned = codes if all(rows.all() for rows in inside) else codes[np.concatenate(inside)]
-        numbers = np.bincount(learned, minlength=len(values) + 2)[: len(values)]
+            chosen = zip(parts, self._training * len(specs), strict=True)
+            parts = [_flat(combined(one).filter(pa.array(rows))) for one, rows in chosen]
+        elif len(specs) == 1:
+            learned = self._learned
+        else:
+            learned = np.tile(np.concatenate(self._training), len(specs))
+        values, codes = _encoded(_joined(parts), learned, wanted.min_count)
+        numbers = _bincount(numbers_of(codes)[learned], len(values) + 2)[: len(values)]
         kept = np.flatnonzero(numbers >= max(wanted.min_count, 1))
         table = pa.table({"value": values.take(array_of(kept)), "count": array_of(numbers[kept])})
         order = pc.sort_indices(table, [("count", "descending"), ("value", "ascending")])[: wanted.max_values]
@@ -65,14 +70,17 @@ class HeldRows:
             ids = np.full(len(values) + 2, RESERVED.unknown, np.int32)
             ids[-1] = RESERVED.missing
             ids[kept[numbers_of(order)]] = np.arange(RESERVED.first, RESERVED.first + len(order), dtype=np.int32)
-            self._keep(specs, np.split(ids[codes], np.cumsum([len(one) for one in parts])[:-1]))
+            self._keep(specs, array_of(ids).take(codes))
         return table.take(order)
 
-    def _keep(self, specs: Sequence[CategoricalSpec], ids: Sequence[NDArray[np.int32]]) -> None:
+    def _keep(self, specs: Sequence[CategoricalSpec], ids: Any) -> None:
         """Remember the ids of rows: of the first column's shards, of the second's, and so on."""
-        each = len(self._tables)
-        for number, spec in enumerate(specs):
-            self._ids[spec.name] = [array_of(one) for one in ids[number * each : (number + 1) * each]]
+        start = 0
+        for spec in specs:
+            self._ids[spec.name] = []
+            for table in self._tables:
+                self._ids[spec.name].append(ids.slice(start, table.num_rows))
+                start += table.num_rows
 
     def with_ids(self, shard: int, table: pa.Table) -> pa.Table:
         """Return a shard's table with the ids of the columns whose values were counted."""
@@ -87,25 +95,27 @@ def counts_of_all(rows: HeldRows, wanted: Mapping[str, Counting], threads: int) 
         return dict(zip(wanted, pool.map(rows.counts, wanted.values()), strict=True))
 
 
-def _encoded(column: Any, min_count: int) -> tuple[Any, NDArray[np.int32]]:
-    """Return distinct values of a column, those that occur `min_count` times at least among them, and the place of each
-    row's value among them, (B,): their number N stands for any other value, N + 1 for a missing one."""
-    rows = _rows_of_frequent(column, min_count)
-    encoded = (column if rows is None else column.take(array_of(rows))).dictionary_encode()
-    values, indices = encoded.dictionary, encoded.indices
-    if indices.null_count:
-        indices = pc.fill_null(indices, scalar_of(len(values) + 1, indices.type))
-    codes: NDArray[np.int32] = numbers_of(indices)
-    if rows is not None:
-        found, codes = codes, np.full(len(column), len(values), np.int32)
-        codes[rows] = found
-        if column.null_count:
-            codes[numbers_of(pc.is_null(column))] = len(values) + 1
-    return values, codes
+def _encoded(column: Any, learned: slice | NDArray[np.bool_], min_count: int) -> tuple[Any, Any]:
+    """Return distinct values of a column and the place of each row's value among them, (B,) int32: their number N
+    stands for any other value, N + 1 for a missing one. Values that learned rows have `min_count` times are there."""
+    frequent = _frequent(column, learned, min_count)
+    encoded = (column if frequent is None else column.filter(array_of(frequent))).dictionary_encode()
+    chunks: list[Any] = encoded.chunks or [pa.nulls(0, column.type).dictionary_encode()]
+    values, codes = chunks[0].dictionary, pa.concat_arrays([chunk.indices for chunk in chunks])
+    if codes.null_count:
+        codes = pc.fill_null(codes, scalar_of(len(values) + 1, codes.type))
+    if frequent is None:
+        return values, codes
+    every = np.full(len(column), len(values), np.int32)
+    every[frequent] = numbers_of(codes)
+    if column.null_count:
+        every[numbers_of(combined(pc.is_null(column)))] = len(values) + 1
+    return values, array_of(every)
 
 
-def _rows_of_frequent(column: Any, min_count: int) -> NDArray[np.int64] | None:
-    """Return rows, those of every value that occurs `min_count` times at least among them; None for all rows.
+def _frequent(column: Any, learned: slice | NDArray[np.bool_], min_count: int) -> NDArray[np.bool_] | None:
+    """Return which rows to look at, those of every value that learned rows have `min_count` times among them; None for
+    all rows.
 
     A dictionary of mostly rare values is larger than the processor's cache, and so is its hash table. Values are
     counted by hash beforehand: what is in a bucket of fewer than `min_count` rows is rare.
@@ -114,12 +124,32 @@ def _rows_of_frequent(column: Any, min_count: int) -> NDArray[np.int64] | None:
         return None
     if len(column) <= _PROBED_ROWS or 2 * len(column.slice(0, _PROBED_ROWS).unique()) < _PROBED_ROWS:
         return None
-    keys = np.frombuffer(column.buffers()[1], np.uint64, len(column), 8 * column.offset)
     num_bits = len(column).bit_length() - 1
-    buckets = ((keys * _HASH_FACTOR) >> np.uint64(64 - num_bits)).view(np.int64)
-    counts = np.bincount(buckets, minlength=1 << num_bits)
-    rows: NDArray[np.int64] = np.flatnonzero(counts[buckets] >= min_count)
-    return rows
+    buckets = np.empty(len(column), np.uint64)
+    start = 0
+    for chunk in (one for one in column.chunks if len(one)):
+        keys = np.frombuffer(chunk.buffers()[1], np.uint64, len(chunk), 8 * chunk.offset)
+        part = buckets[start : start + len(chunk)]
+        np.multiply(keys, _HASH_FACTOR, out=part)
+        part >>= np.uint64(64 - num_bits)
+        start += len(chunk)
+    places = buckets.view(np.int64)
+    enough: NDArray[np.bool_] = np.bincount(places[learned], minlength=1 << num_bits) >= min_count
+    return enough[places]
+
+
+def _bincount(places: NDArray[np.int32], length: int) -> NDArray[np.int64]:
+    """As `numpy.bincount`, which makes 64-bit numbers of all places at once: in pieces that stay in the cache."""
+    counts = np.zeros(length, np.int64)
+    step = max(_PIECE_ROWS, 4 * length)
+    for start in range(0, len(places), step):
+        counts += np.bincount(places[start : start + step], minlength=length)
+    return counts
+
+
+def _joined(columns: Sequence[Any]) -> Any:
+    chunks = [chunk for one in columns for chunk in (one.chunks if isinstance(one, pa.ChunkedArray) else [one])]
+    return pa.chunked_array(chunks, columns[0].type)
 
 
 def _flat(column: Any) -> Any:

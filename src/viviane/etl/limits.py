@@ -38,12 +38,13 @@ def beyond_limits(table: pa.Table, config: EtlConfig, engine: Engine, states: St
     specs: list[Any] = [*config.labels, *config.dense, *config.categorical]
     specs += [config.sample_weight] if config.sample_weight else []
     bad: list[BadCell] = []
+    there = set(table.column_names)
     for spec in specs:
         is_id = isinstance(spec, CategoricalSpec)
         name = spec.sources[0] if is_id else spec.source or spec.name
         learning = [place for place, one in enumerate(spec.operators) if one.wanted()]
         is_text = isinstance(spec, LabelSpec) and bool(spec.positive)
-        if name not in table.column_names or is_text or (is_id and not learning):
+        if name not in there or is_text or (is_id and not learning):
             continue
         known = dict((states or {}).get(spec.name, {}))
         first = learning[0] if learning and states is None else len(spec.operators)
@@ -71,7 +72,7 @@ def _beyond(
     states: dict[int, State] | None = None,
     most: float = _MOST,
 ) -> list[BadCell]:
-    if name not in table.column_names:  # derived later, or a label that is absent
+    if table.schema.get_field_index(name) < 0:  # derived later, or a label that is absent
         return []
     column = combined(table.column(name))
     listed = pa.types.is_list(column.type)

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from viviane.core.errors import ConfigError, DataError
-from viviane.etl.arrays import numbers_of
+from viviane.etl.arrays import array_of, neighbours, numbers_of
 from viviane.etl.conditions import Filter
 from viviane.etl.config import EtlConfig
 from viviane.etl.engine import Engine
@@ -158,11 +158,10 @@ class Partition:
 
 
 def _chosen(staged: pa.Table, inside: NDArray[np.bool_]) -> pa.Table:
-    num_inside = int(np.count_nonzero(inside))
-    first = int(inside.argmax()) if num_inside else 0
-    # Neighbouring rows, as where a shard lies in one part, are passed on without a copy.
-    together = bool(inside[first : first + num_inside].all())
-    return staged.slice(first, num_inside) if together else staged.filter(pa.array(inside))
+    chosen = neighbours(inside)
+    if isinstance(chosen, slice):
+        return staged.slice(chosen.start, chosen.stop - chosen.start)
+    return staged.filter(array_of(chosen))
 
 
 def _kept(filters: tuple[Filter, ...], table: Any) -> dict[str, Any]:

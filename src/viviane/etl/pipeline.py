@@ -7,6 +7,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache, partial
@@ -33,7 +34,7 @@ from viviane.etl.derivations import History
 from viviane.etl.derive import derive
 from viviane.etl.engine import DuckDbEngine, Engine
 from viviane.etl.external import External, external_stamps, read_external
-from viviane.etl.file_tasks import write_files
+from viviane.etl.file_tasks import Mapper, write_files
 from viviane.etl.fitting import Fitter, drop_low_cardinality, settle_hotness
 from viviane.etl.given import digest_of, given_vocabularies
 from viviane.etl.groups import Groups
@@ -43,7 +44,6 @@ from viviane.etl.limits import beyond_limits
 from viviane.etl.parallel import ordered_map
 from viviane.etl.partition import Partition
 from viviane.etl.sources import Source, find_sources
-from viviane.etl.spark import SparkEngine
 from viviane.etl.splits import FileSplit, RowSplit, Split, check_split, parse_split, part_names
 from viviane.etl.stage import OnBadRow, Shard, Stager
 from viviane.etl.workplace import (
@@ -193,6 +193,8 @@ def _maker(
     if engine != "gpu" and device:
         raise ConfigError("a device is the GPU engine's", fix='choose engine="gpu" (--engine gpu), or leave it out')
     if engine == "spark":
+        from viviane.etl.spark import SparkEngine  # for few runs
+
         return partial(SparkEngine, master=master, settings=spark)
     if engine == "gpu":
         from viviane.etl.gpu import GpuEngine  # loads torch
@@ -280,15 +282,20 @@ class _Run:
                 save_learned(learned, file)
             else:
                 write_bytes_atomic(file, (work / ETL_FILE).read_bytes())
-            if isinstance(self.chosen, SparkEngine):
+            if isinstance(self.chosen, Mapper):
                 written, num_cut = write_files(
                     self.chosen, learned, file, partition, full, work / "out", self.progress
                 )  # fmt: skip
             else:
                 written, num_cut = self._write(learned, partition, full, stager, work / "out")
             paths = [one.shown for one in stager.sources]
-            for name, (folder, statistics) in written.items():
-                self._complete(folder, statistics, learned, work / "out", name, paths)
+            with ThreadPoolExecutor(self.threads) as pool:
+                done = [
+                    pool.submit(self._complete, folder, statistics, learned, work / "out", name, paths)
+                    for name, (folder, statistics) in written.items()
+                ]
+            for one in done:
+                one.result()
         lines = b"".join(shard.rejected_lines() for shard in shards)
         if lines:
             write_bytes_atomic(work / "out" / REJECTS_FILE, lines)
@@ -375,8 +382,8 @@ class _Run:
                 for part, (writer, table) in enumerate(zip(writers.values(), tables, strict=True)):
                     writer.add(table.slice(max(0, done[part] - int(partition.starts[number][part]))))
                 self.progress("write", number + 1, len(shards))
-            for writer in writers.values():
-                writer.close(lambda: applier.table(schema.empty_table()))
+            with ThreadPoolExecutor(self.threads) as pool:  # most parts have their last row group before them
+                list(pool.map(lambda one: one.close(lambda: applier.table(schema.empty_table())), writers.values()))
         except BaseException:
             for writer in writers.values():
                 writer.abandon()

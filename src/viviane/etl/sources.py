@@ -19,6 +19,7 @@ from viviane.core.locations import AnyPath, RemotePath, location
 BLOCK_BYTES: Final = 2 << 20  # what is at work stays in the cache; smaller blocks cost more calls
 _TAIL_BYTES: Final = 4096
 _NEWLINE: Final = ord("\n")
+_COUNTED_BYTES: Final = 1 << 17
 _MISSING_IN_PATH: Final = "__HIVE_DEFAULT_PARTITION__"
 _LONGEST_LINE_BYTES: Final = 256 << 20
 
@@ -193,8 +194,13 @@ def _next_piece(file: IO[bytes], size: int, *, to_line_end: bool) -> bytes:
 
 
 def _num_lines(data: bytes) -> int:
-    """Return how many newlines there are; `bytes.count` looks at one byte after the other."""
-    return int(np.count_nonzero(np.frombuffer(data, np.uint8) == _NEWLINE))
+    """Return how many newlines there are; `bytes.count` looks at one byte after the other.
+
+    In pieces: a temporary array as large as the block would be new memory each time, which the kernel clears.
+    """
+    found = np.frombuffer(data, np.uint8)
+    pieces = (found[start : start + _COUNTED_BYTES] for start in range(0, len(found), _COUNTED_BYTES))
+    return sum(int(np.count_nonzero(piece == _NEWLINE)) for piece in pieces)
 
 
 def _whole_lines(data: bytes) -> int:

@@ -164,7 +164,8 @@ def _parse_fast(data: bytes, lines: NDArray[np.int64], layout: TextLayout) -> Ch
     whole = quote is not None and quote.encode() in data
     types = {column.name: _read_as(column) for column in layout.wanted}
     try:
-        raw = _read_csv(data, layout, types, len(data) if whole else _PIECE_BYTES)
+        num_pieces = 1 if whole else max(1, len(data) // _PIECE_BYTES)  # columns of one piece are not put together
+        raw = _read_csv(data, layout, types, -(-len(data) // num_pieces))
     except pa.ArrowInvalid:
         return None
     return _finish(raw, lines, [], [], layout) if raw.num_rows == len(lines) else None

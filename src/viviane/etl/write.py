@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,6 +21,7 @@ from viviane.schema import RESERVED, CategoricalColumn, Schema
 
 ROWS_PER_GROUP: Final = 131_072
 ROWS_PER_FILE: Final = 8 * ROWS_PER_GROUP
+_MOST_AT_WORK: Final = 2
 _COUNTED_IDS: Final = 1 << 20  # statistics count this many ids of a column one by one
 _TOP_COUNTS: Final = 1000
 
@@ -26,7 +29,8 @@ _TOP_COUNTS: Final = 1000
 class PartWriter:
     """Writes one part (train, say) of the output.
 
-    Files that an interrupted run completed are kept: `done_rows` rows need not be added again.
+    Files that an interrupted run completed are kept: `done_rows` rows need not be added again. Row groups are encoded
+    beside what adds them, by a thread of the writer, which has two of them to do at most.
 
     Args:
         only: begin with the file of this number, whatever is there; for one that writes no other.
@@ -44,6 +48,8 @@ class PartWriter:
         self._waiting: list[pa.Table] = []
         self._num_waiting = 0
         self._writer: pq.ParquetWriter | None = None
+        self._encoder = ThreadPoolExecutor(1)
+        self._at_work: deque[Future[None]] = deque()
         self._rows_in_file = 0
         self.num_files = len(list(folder.glob("part-*.parquet"))) if only is None else only
         for number in range(self.num_files if only is None else 0):
@@ -67,7 +73,7 @@ class PartWriter:
         start = 0
         while table.num_rows - start >= self.rows_per_group - self._num_waiting:
             end = start + self.rows_per_group - self._num_waiting
-            self._write(pa.concat_tables([*self._waiting, table.slice(start, end - start)]))
+            self._encode([*self._waiting, table.slice(start, end - start)])
             self._waiting, self._num_waiting, start = [], 0, end
         if start < table.num_rows:
             self._waiting.append(table.slice(start))
@@ -76,8 +82,10 @@ class PartWriter:
     def close(self, empty: Callable[[], pa.Table]) -> None:
         """Write what is left; a part without rows still gets a file, with the table that `empty` returns."""
         if self._num_waiting:
-            self._write(pa.concat_tables(self._waiting))
+            self._encode(self._waiting)
             self._waiting = []
+        self._settle(0)
+        self._encoder.shutdown()
         if self._writer is not None:
             self._finish_file()
         if self.num_files == 0:
@@ -86,8 +94,18 @@ class PartWriter:
 
     def abandon(self) -> None:
         """Close the file at work, which keeps its temporary name and is rewritten by the next run."""
+        self._encoder.shutdown(cancel_futures=True)
         if self._writer is not None:
             self._writer.close()
+
+    def _encode(self, tables: list[pa.Table]) -> None:
+        self._settle(_MOST_AT_WORK - 1)
+        self._at_work.append(self._encoder.submit(lambda: self._write(pa.concat_tables(tables))))
+
+    def _settle(self, left: int) -> None:
+        """Wait until no more than this many row groups are to be encoded; an error of theirs is raised here."""
+        while len(self._at_work) > left:
+            self._at_work.popleft().result()
 
     def _write(self, group: pa.Table) -> None:
         if self._writer is None:

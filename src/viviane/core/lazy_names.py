@@ -1,0 +1,37 @@
+"""Names of a package that are imported when they are first used, so that a program loads what it needs."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+
+def lazy_names(
+    package: str, homes: Mapping[str, tuple[str, ...]]
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """Return the `__getattr__` and the `__dir__` of a package (PEP 562) whose names are in other modules.
+
+    Args:
+        package: its `__name__`.
+        homes: module to the names that come from it.
+
+    Raises:
+        AttributeError: by `__getattr__`, for a name that is in none of them.
+
+    Example:
+        >>> get, _ = lazy_names("viviane.config", {"viviane.config.optimizers": ("Adam",)})
+        >>> get("Adam").__module__
+        'viviane.config.optimizers'
+    """
+    home_of = {name: home for home, names in homes.items() for name in names}
+
+    def get(name: str) -> Any:
+        if name not in home_of:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        value = getattr(importlib.import_module(home_of[name]), name)
+        setattr(sys.modules[package], name, value)
+        return value
+
+    return get, lambda: sorted({*vars(sys.modules[package]), *home_of})
