@@ -11,8 +11,10 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 
-def ordered_map(work: Callable[[T], R], items: Iterable[T], threads: int) -> Iterator[R]:
-    """Yield work(item) in the order of items; at most threads + 1 items are in progress.
+def ordered_map(work: Callable[[T], R], items: Iterable[T], threads: int, *, ahead: int = 0) -> Iterator[R]:
+    """Yield work(item) in the order of items; at most threads + ahead + 1 items are in progress.
+
+    With `ahead`, threads go on with items that wait while the caller makes the next ones and takes results.
 
     Example:
         >>> list(ordered_map(lambda x: x * x, range(4), 2))
@@ -23,7 +25,7 @@ def ordered_map(work: Callable[[T], R], items: Iterable[T], threads: int) -> Ite
         try:
             for item in items:
                 waiting.append(pool.submit(work, item))
-                if len(waiting) > threads:
+                if len(waiting) > threads + ahead:
                     yield waiting.popleft().result()
             while waiting:
                 yield waiting.popleft().result()

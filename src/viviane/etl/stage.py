@@ -190,7 +190,9 @@ class Stager:
         tables: list[pa.Table] = []
         rejects: list[dict[str, Any]] = []
         size = 0
-        for job, chunk in ordered_map(lambda job: (job, self._parsed(job)), self._jobs(position), self.threads):
+        for job, chunk in ordered_map(
+            lambda job: (job, self._parsed(job)), self._jobs(position), self.threads, ahead=self.threads
+        ):
             table, refused = self._sift(job, chunk)
             rejects += refused
             tables.append(table)
