@@ -218,3 +218,24 @@ def together(parts: Iterable[Histories]) -> Histories:
     values = np.concatenate([one.values for one in every])[order]
     counts = np.bincount(row, minlength=len(every[0]))
     return Histories(values, np.concatenate([[0], counts.cumsum()]).astype(np.int64))
+
+
+def asked_items(histories: Any, items: Any) -> tuple[Histories, Ids]:
+    """Return histories and the items asked about, (B, K): each row has as many.
+
+    Raises:
+        SchemaError: they are no whole numbers, not of that shape, or of another number of rows.
+
+    Example:
+        >>> asked_items([[3], [4, 5]], [[4, 6], [3, 6]])[1].shape
+        (2, 2)
+    """
+    users = Histories.of(histories)
+    try:
+        asked = np.asarray(items)
+    except ValueError:  # rows of several lengths
+        asked = np.empty(0)
+    if asked.ndim != 2 or asked.dtype.kind not in "iu" or len(asked) != len(users):
+        raise SchemaError("items must be whole numbers, (B, K)", where=f"items for {len(users)} histories",
+                          value=f"{asked.dtype} {asked.shape}", allowed="as many rows as histories")  # fmt: skip
+    return users, whole_numbers(asked, np.int64, "items")

@@ -12,7 +12,7 @@ from pydantic import Field
 from viviane.config.base import Settings
 from viviane.core.errors import ConfigError
 from viviane.retrieval.candidates import Candidates, best_of_scores
-from viviane.retrieval.histories import Histories, Ids
+from viviane.retrieval.histories import Histories, Ids, asked_items
 from viviane.schema import RESERVED
 
 _MOST_SCORES = 1 << 22  # maximum scores per batch
@@ -147,12 +147,17 @@ class ItemKNN:
         self.num_items = len(start) - 1
 
     @classmethod
-    def count(cls, users: Histories, num_items: int, settings: ItemKNNSettings | None = None) -> ItemKNN:
+    def count(cls, users: Any, num_items: int, settings: ItemKNNSettings | None = None) -> ItemKNN:
         """Count pairs; ids that are reserved or outside the catalogue have no neighbours.
+
+        Args:
+            users: in a form of `Histories.of`.
 
         Raises:
             ConfigError: the catalogue is empty.
+            SchemaError: a history is not a list of integer ids.
         """
+        users = Histories.of(users)
         if num_items <= RESERVED.first:
             raise ConfigError("the catalogue has no items", value=num_items, allowed=f"more than {RESERVED.first} ids")
         chosen = settings or ItemKNNSettings()
@@ -171,8 +176,9 @@ class ItemKNN:
         start = np.searchsorted(first, np.arange(num_items + 1)).astype(np.int64)
         return cls(start, second, weights.astype(np.float32), chosen)
 
-    def scores(self, histories: Histories) -> NDArray[np.float32]:
+    def scores(self, histories: Any) -> NDArray[np.float32]:
         """Return (B, N), 0 for items that are not neighbours."""
+        histories = Histories.of(histories)
         asked = histories.where((histories.values >= RESERVED.first) & (histories.values < self.num_items))
         asked = asked.newest(self.settings.max_history)
         first = self.start[asked.values]
@@ -185,8 +191,9 @@ class ItemKNN:
         total = np.bincount(keys, self.weight[at] * share, minlength=size)
         return total.reshape(len(histories), self.num_items).astype(np.float32)
 
-    def candidates(self, histories: Histories, k: int, rows: Any = None) -> Candidates:
-        """Return the best k neighbours for each row, without those of its history."""
+    def candidates(self, histories: Any, k: int, rows: Any = None) -> Candidates:
+        """Return the best k neighbours for each row, without those of its history, in a form of `Histories.of`."""
+        histories = Histories.of(histories)
         step = max(1, _MOST_SCORES // self.num_items)
         parts = []
         for begin in range(0, len(histories), step):
@@ -197,8 +204,9 @@ class ItemKNN:
             return Candidates(np.empty((0, k), dtype=np.int64), np.empty((0, k), dtype=np.float32))
         return Candidates(np.concatenate([p.items for p in parts]), np.concatenate([p.scores for p in parts]))
 
-    def score(self, histories: Histories, items: Ids, rows: Any = None) -> NDArray[np.float32]:
+    def score(self, histories: Any, items: Any, rows: Any = None) -> NDArray[np.float32]:
         """Return the scores of given items, (B, K)."""
+        histories, items = asked_items(histories, items)
         step, found = max(1, _MOST_SCORES // self.num_items), np.zeros(items.shape, dtype=np.float32)
         for begin in range(0, len(histories), step):
             some = slice(begin, begin + step)

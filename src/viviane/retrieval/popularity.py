@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from viviane.core.errors import ConfigError
 from viviane.retrieval.candidates import NO_ITEM, Candidates, drop_seen
-from viviane.retrieval.histories import Histories, Ids
+from viviane.retrieval.histories import Histories, asked_items
 from viviane.schema import RESERVED
 
 
@@ -34,19 +34,25 @@ class Popularity:
         self._order = items[np.argsort(-self.counts[items], kind="stable")]
 
     @classmethod
-    def count(cls, users: Histories, num_items: int) -> Popularity:
+    def count(cls, users: Any, num_items: int) -> Popularity:
         """Count the events; ids that are reserved or outside the catalogue are ignored.
+
+        Args:
+            users: in a form of `Histories.of`.
 
         Raises:
             ConfigError: the catalogue is empty.
+            SchemaError: a history is not a list of integer ids.
         """
+        users = Histories.of(users)
         if num_items <= RESERVED.first:
             raise ConfigError("the catalogue has no items", value=num_items, allowed=f"more than {RESERVED.first} ids")
         known = users.values[(users.values >= RESERVED.first) & (users.values < num_items)]
         return cls(np.bincount(known, minlength=num_items).astype(np.float32))
 
-    def candidates(self, histories: Histories, k: int, rows: Any = None) -> Candidates:
-        """Return the best k items for each row, without those of its history."""
+    def candidates(self, histories: Any, k: int, rows: Any = None) -> Candidates:
+        """Return the best k items for each row, without those of its history, in a form of `Histories.of`."""
+        histories = Histories.of(histories)
         longest = int(histories.lengths.max(initial=0))
         shown = self._order[: k + longest]
         items = np.broadcast_to(shown, (len(histories), len(shown)))
@@ -56,7 +62,8 @@ class Popularity:
             scores = np.full(items.shape, -np.inf)
         return drop_seen(Candidates(items.astype(np.int64), scores.astype(np.float32)), histories).first(k)
 
-    def score(self, histories: Histories, items: Ids, rows: Any = None) -> NDArray[np.float32]:
+    def score(self, histories: Any, items: Any, rows: Any = None) -> NDArray[np.float32]:
         """Return the number of events of given items, (B, K)."""
+        _, items = asked_items(histories, items)
         known = (items >= 0) & (items < self.num_items)
         return np.where(known, self.counts[np.where(known, items, 0)], 0.0).astype(np.float32)
