@@ -124,6 +124,14 @@ def test_predictions_are_the_model_s_in_order(place: Path) -> None:
     assert not list(place.glob(".p.*"))
 
 
+def test_quiet_commands_print_their_result_alone(place: Path) -> None:
+    metrics = ("evaluate", "runs/one", "clean/train", "--device", "cpu")
+    assert viviane(*metrics, "-q", cwd=place) == viviane(*metrics, cwd=place) != ""
+    words = ("predict", "runs/one", "clean/train", "--output", "quiet.csv", "--device", "cpu")
+    assert viviane(*words, "--quiet", cwd=place) == ""
+    assert "predictions" in viviane(*words, "--overwrite", cwd=place)
+
+
 def test_unseen_values_are_predicted(place: Path) -> None:
     lines = (place / "raw/train.txt").read_text().splitlines()[:3]
     cells = lines[1].split("\t")

@@ -37,6 +37,11 @@ Quiet: TypeAlias = Annotated[
 ]
 """The option of commands whose result is files; `viviane --quiet COMMAND` is the same."""
 
+ResultsOnly: TypeAlias = Annotated[
+    bool, typer.Option("--quiet", "-q", callback=_make_quiet, help="Print results, warnings and errors only.")
+]
+"""The option of commands that print their result; `viviane --quiet COMMAND` is the same."""
+
 
 def say(text: str = "") -> None:
     """Print a line about the work, unless the user wants it quiet."""

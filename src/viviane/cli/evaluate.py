@@ -9,12 +9,15 @@ from typing import Annotated
 
 import typer
 
+from viviane.cli.console import ResultsOnly
+
 
 def command(
     model: Annotated[Path, typer.Argument(help="A saved model, or the run folder that holds one.")],
     data: Annotated[Path, typer.Argument(help="A data set folder, or raw files for the model's ETL.")],
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1.")] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    quiet: ResultsOnly = False,
 ) -> None:
     """Print loss and metrics of a saved model."""
     from viviane.cli.rows import open_rows

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from viviane.cli.console import Quiet, say
+
 
 def command(
     model: Annotated[Path, typer.Argument(help="A saved model, or the run folder that holds one.")],
@@ -16,6 +18,7 @@ def command(
     output: Annotated[Path, typer.Option("--output", "-o", help="A .parquet or .csv file.")],
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1.")] = "auto",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the output file.")] = False,
+    quiet: Quiet = False,
 ) -> None:
     """Write one prediction per input row, in the order of the rows."""
     import pyarrow as pa
@@ -33,4 +36,4 @@ def command(
         for part in loaded.predict_batches(rows):
             write(pa.table([pa.array(part[:, i]) for i in range(len(names))], schema=schema))
             count += len(part)
-    typer.echo(f"{output}: {count:,} predictions")
+    say(f"{output}: {count:,} predictions")
