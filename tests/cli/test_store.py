@@ -82,3 +82,16 @@ def test_what_cannot_be_is_refused(saved: Path, tmp_path: Path) -> None:
     file.write_bytes(data)
     with pytest.raises(CheckpointError):
         run("verify", str(damaged), "--config", str(config))
+
+
+def test_a_config_of_something_else_is_refused(tmp_path: Path) -> None:
+    tiers = tmp_path / "ps.json"
+    for content, problem in (
+        ({"redis": {"address": "127.0.0.1:1"}}, "Redis hold copies"),
+        ({"tables": {"rocksdb": {"folder": "db"}}}, "more than the tiers of one model"),
+        ({"inference": {"models": []}}, "what stands under `tables`"),
+    ):
+        tiers.write_text(json.dumps(content))
+        result = CliRunner().invoke(app, ["store", "inspect", str(tmp_path), "--config", str(tiers)])
+        assert result.exit_code != 0
+        assert problem in f"{result.output} {result.exception}"

@@ -15,6 +15,7 @@ from viviane.cli.subcommands import command_group
 from viviane.core.errors import ConfigError, StoreError
 from viviane.core.file_names import check_file_name
 from viviane.core.files import replace_folder
+from viviane.core.json_files import read_json_object
 
 if TYPE_CHECKING:
     import numpy as np
@@ -74,14 +75,26 @@ def verify(model: Saved, config: Tiers, version: Version = None) -> None:
     _verify_model(model, version)
 
 
+def _check_clause(config: Path) -> None:
+    """Refuse the settings of a server, whose models each have tiers."""
+    content = read_json_object(config, error=ConfigError) if config.is_file() else {}
+    outer = next((name for name in ("tables", "inference") if name in content), None)
+    if outer is not None:
+        raise ConfigError("this file has more than the tiers of one model", where=str(config), value=outer,
+                          allowed="cache, host, redis, rocksdb, updates",
+                          fix="write what stands under `tables` into a file of its own")  # fmt: skip
+
+
 @contextmanager
 def _tables(model: Path, config: Path, version: int | None) -> Iterator[Mapping[str, TableHierarchy]]:
     """Open the tables of a model with the config's store; caches and updates are left out."""
     from viviane.serving.parameter_server.settings import TableSettings
 
+    _check_clause(config)
     settings = TableSettings.from_json_file(config).model_copy(update={"cache": None, "updates": None})
     if settings.rocksdb is None:
-        raise ConfigError("the config has no store", where=str(config), fix='add "rocksdb": {"folder": ...}')
+        what = "the config has no store: caches, host memory and Redis hold copies, which lookups fill"
+        raise ConfigError(what, where=str(config), fix='add "rocksdb": {"folder": ...}')
     served = _open(model, version, settings)
     try:
         yield served.hierarchies
