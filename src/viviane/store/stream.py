@@ -312,7 +312,7 @@ class _Sending:
             if error is None:
                 self._done.add(number)
             else:
-                self._failed = str(error)
+                self._failed = error.str()
 
         if self._next is None:
             self._next = number

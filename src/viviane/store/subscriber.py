@@ -18,6 +18,7 @@ from viviane.store.stream import StreamAddress
 _POLL_S: Final = 0.05
 _MOST_MESSAGES: Final = 64
 _RETRY_S: Final = 0.5
+_WAIT_S: Final = 2.0  # so that a server can end while the brokers do not answer
 _FETCH: Final = {"fetch.message.max.bytes": 4 << 20, "fetch.wait.max.ms": 10, "fetch.queue.backoff.ms": 5}
 """Defaults of librdkafka's settings: several deltas of up to 1 MiB per request and partition, and short waits."""
 _log = get_logger("store")
@@ -105,7 +106,7 @@ class DeltaSubscriber:
                 return
 
     def _follow(self) -> None:
-        topic = Topic(self.address.servers, self.address.topic, {**_FETCH, **self._settings})
+        topic = Topic(self.address.servers, self.address.topic, {**_FETCH, **self._settings}, wait_s=_WAIT_S)
         try:
             topic.start({one: self._offsets.get(one, topic.bounds(one)[0]) for one in topic.partitions})
             self.is_connected = True

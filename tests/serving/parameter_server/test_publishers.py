@@ -1,6 +1,7 @@
 """Which published changes a served model takes, and what a server has after a restart, on a real broker."""
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -226,3 +227,23 @@ def test_a_softmax_over_all_items_is_not_published(tmp_path: Path) -> None:
     folder = model.save(tmp_path / "1")
     with pytest.raises(ConfigError, match="serve without `tables`"):
         InferenceSession(folder, device="cpu", tables={"host": {}})
+
+
+def test_a_broker_that_is_gone_is_seen_within_seconds_and_delays_no_end(tmp_path: Path, broker: Any) -> None:
+    own = type(broker)()
+    own.make("t", partitions=1)
+    folder = plain_model().save(tmp_path / "1")
+    with InferenceSession(folder, device="cpu", tables=clause(f"kafka://{own.servers}/t")) as session:
+        assert session.tables is not None
+        assert session.tables.updates is not None
+        assert session.tables.updates.status()["connected"]
+        time.sleep(0.3)  # it reads
+        own.kill()
+        until = time.monotonic() + 8  # idle for 2 s, asked for 2 s
+        while session.tables.updates.status()["connected"]:
+            assert time.monotonic() < until
+            time.sleep(0.02)
+        session.predict({"item": [1]})
+        time.sleep(2)  # the thread asks the brokers again
+        start = time.monotonic()
+    assert time.monotonic() - start < 4

@@ -96,15 +96,18 @@ class Topic:
         servers: host:port, separated by commas.
         name: name of the topic.
         settings: additional librdkafka settings.
+        wait_s: seconds for each question to the brokers, which is then asked once; None: as for all remote data, with
+            retries.
 
     Raises:
         RemoteError: no broker responds, after retries.
         DataError: the topic does not exist.
     """
 
-    def __init__(self, servers: str, name: str, settings: Mapping[str, Any]) -> None:
+    def __init__(self, servers: str, name: str, settings: Mapping[str, Any], *, wait_s: float | None = None) -> None:
         self._kafka = require("confluent_kafka", extra="kafka", purpose="reading a Kafka topic")
         self.url, self.name = f"kafka://{servers}/{name}", name
+        self._asks_once, self._wait_s = wait_s is not None, timeout_s() if wait_s is None else wait_s
         self._settings = client_settings(servers, settings)
         silent = logging.getLogger("viviane.streaming.librdkafka")
         silent.setLevel(logging.CRITICAL)
@@ -130,13 +133,7 @@ class Topic:
             raise
 
     def _look_up(self) -> list[int]:
-        def request() -> Any:
-            try:
-                return self._consumer.list_topics(self.name, timeout=timeout_s())
-            except self._kafka.KafkaException as error:
-                raise OSError(str(error.args[0])) from error
-
-        found = retried(request, self.url, "querying the brokers").topics[self.name]
+        found = self._requests(lambda: self._consumer.list_topics(self.name, timeout=self._wait_s)).topics[self.name]
         if found.error is not None or not found.partitions:
             raise self._gone(str(found.error))
         return sorted(found.partitions)
@@ -146,7 +143,7 @@ class Topic:
         admin = require("confluent_kafka.admin", extra="kafka", purpose="reading a Kafka topic")
         try:
             client = admin.AdminClient(self._settings)
-            requests = client.describe_topics(self._kafka.TopicCollection([self.name]), request_timeout=timeout_s())
+            requests = client.describe_topics(self._kafka.TopicCollection([self.name]), request_timeout=self._wait_s)
             return str(requests[self.name].result().topic_id)
         except self._kafka.KafkaException as error:
             _log.info("%s: the brokers return no topic id: %s", self.url, error)
@@ -171,13 +168,13 @@ class Topic:
     def offsets_at(self, time_ms: int, partitions: Sequence[int]) -> dict[int, int | None]:
         """Return the offset of each partition's first message at or after a time; None if there is none yet."""
         places = [self._kafka.TopicPartition(self.name, partition, time_ms) for partition in partitions]
-        found = self._requests(lambda: self._consumer.offsets_for_times(places, timeout=timeout_s()))
+        found = self._requests(lambda: self._consumer.offsets_for_times(places, timeout=self._wait_s))
         return {one.partition: one.offset if one.offset >= 0 else None for one in found}
 
     def bounds(self, partition: int) -> tuple[int, int]:
         """Return the offsets of the first existing message and of the next one to be written."""
         place = self._kafka.TopicPartition(self.name, partition)
-        low, high = self._requests(lambda: self._consumer.get_watermark_offsets(place, timeout=timeout_s()))
+        low, high = self._requests(lambda: self._consumer.get_watermark_offsets(place, timeout=self._wait_s))
         return int(low), int(high)
 
     def _requests(self, request: Any) -> Any:
@@ -185,7 +182,9 @@ class Topic:
             try:
                 return request()
             except self._kafka.KafkaException as error:
-                raise OSError(str(error.args[0])) from error
+                if self._asks_once:
+                    raise RemoteError("no broker answers", where=self.url, value=error.args[0].str()) from None
+                raise OSError(error.args[0].str()) from error
 
         return retried(requests, self.url, "querying the brokers")
 
