@@ -156,3 +156,26 @@ def fast_metrics():
     (rows, wanted), (own_rows, own) = found
     apart = {name: float(np.abs(np.array(own.get(name, np.inf)) - values).max()) for name, values in wanted.items()}
     return {"rows": float(np.abs(rows - own_rows).max()), "logs": apart}
+
+
+def computed_keys():
+    """Keys that layers compute, of a column or by hashing: the fast form has the figures of the keys themselves."""
+    hashing = keras.layers.Hashing(num_bins=20)
+    ways = {"column": (lambda keys: keys[:, 1:3], KEYS[:, 1:3])}
+    ways["hash"] = (hashing, keras.ops.convert_to_numpy(hashing(KEYS)).astype("int32"))
+    out = {}
+    for name, (compute, given) in ways.items():
+        found = []
+        for computes in (True, False):
+            keras.utils.set_random_seed(1)
+            data = KEYS if computes else given
+            inputs = keras.Input(data.shape[1:], dtype="int32")
+            layer = embedding("own", keras.optimizers.SGD(0.1))
+            rows = layer(compute(inputs) if computes else inputs)
+            model = keras.Model(inputs, keras.layers.Dense(1)(keras.layers.Flatten()(rows)))
+            model.compile(keras.optimizers.SGD(0.1), "mse")
+            sizes = {"batch_size": SIZE, "shuffle": False, "epochs": 2, "verbose": 0}
+            history = vk.fit(model, data[: 4 * SIZE - 5], LABELS[: 4 * SIZE - 5], **sizes)
+            found.append((layer.get_weights()[0], np.array(history.history["loss"])))
+        out[name] = max(float(np.abs(one - other).max()) for one, other in zip(*found, strict=True))
+    return out

@@ -232,6 +232,13 @@ def test_the_fast_form_has_the_figures_of_fit(backend: str) -> None:
     assert max(found["logs"].values()) <= 1e-6
 
 
+def test_computed_keys_have_the_figures_of_given_ones(backend: str) -> None:
+    found = result(backend, "computed_keys")
+    assert found["column"] == 0
+    # With Hashing JAX runs the step eagerly, and XLA rounds sums of a compiled one in another order.
+    assert found["hash"] <= (1e-6 if backend == "jax" else 0)
+
+
 def test_a_64_bit_key_is_not_cut(backend: str) -> None:
     for way, raised in result(backend, "wide_keys").items():
         assert ("would be cut to 32" if backend == "jax" else "key out of range") in raised, way

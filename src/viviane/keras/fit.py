@@ -72,6 +72,7 @@ class FastTrainer:
             model.optimizer.build(model.trainable_variables)
         backend = import_module(f"viviane.keras.backends.{keras.backend.backend()}_steps")
         self._steps = backend.Steps(model, self.rest, self.layers, jit_compile)
+        self._compute_keys = None if self._keys_model is None else self._steps.function_of(self._keys_model)
 
     def train_on_batch(self, x: Any, y: Any, sample_weight: Any = None) -> dict[str, float]:
         """Train on a batch, and return the metrics since `reset_metrics`."""
@@ -125,11 +126,11 @@ class FastTrainer:
         return flat
 
     def _computed_keys(self, inputs: Sequence[Any]) -> list[Any]:
-        assert self._keys_model is not None
+        assert self._compute_keys is not None
         for tensor, one in zip(keras.tree.flatten(self.model.inputs), inputs, strict=True):
             refuse_cut(one, f"input {tensor.name!r}")
         given = [keras.ops.convert_to_tensor(one) for one in inputs]
-        return [keras.ops.convert_to_numpy(one) for one in keras.tree.flatten(self._keys_model(given, training=False))]
+        return [keras.ops.convert_to_numpy(one) for one in self._compute_keys(given)]
 
 
 def _checked_layers(model: Any) -> list[TableLayer]:

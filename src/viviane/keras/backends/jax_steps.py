@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -24,14 +24,16 @@ class Steps:
         self._others = list({id(one): one for one in rest_of}.values())
         step = self._step
         wanted = model.jit_compile is not False if jit_compile is None else jit_compile
-        self._compiled = self._jax.jit(step) if wanted and not model.run_eagerly else step
+        self._is_eager = model.run_eagerly or not wanted
+        self._compiled = step if self._is_eager else self._jax.jit(step)
         self._state: tuple[list[Any], list[Any]] | None = None
         self._ready = False
 
     def train(self, inputs: Sequence[Any], rows: Sequence[torch.Tensor], y: Any, weight: Any) -> Any:
         """Train on a batch: metrics, gradients of rows, rates, the loss scale."""
         given = [self._jax.dlpack.from_dlpack(row) for row in rows]
-        inputs, y, weight = keras.tree.map_structure(_array, (list(inputs), y, weight))
+        as_array = _own_array if self._is_eager else _array
+        inputs, y, weight = keras.tree.map_structure(as_array, (list(inputs), y, weight))
         if self._state is None or not self._ready:
             self.sync()
             self._build_metrics(inputs, given, y, weight)
@@ -43,6 +45,26 @@ class Steps:
         found = [torch.utils.dlpack.from_dlpack(one) for one in gradients]
         numbers = [float(np.asarray(rate)) for rate in rates]
         return logs, found, numbers, float(np.asarray(scale))
+
+    def function_of(self, keys_model: Any) -> Callable[[list[Any]], list[Any]]:
+        """Return a model without weights as one compiled function of arrays; eager where a layer cannot be traced."""
+
+        def compute(inputs: list[Any]) -> list[Any]:
+            return keras.tree.flatten(keys_model(inputs, training=False))  # type: ignore[no-any-return]
+
+        compiled = self._jax.jit(compute)
+        if self._model.run_eagerly:
+            return compute
+
+        def call(inputs: list[Any]) -> list[Any]:
+            nonlocal compiled
+            try:
+                return compiled(inputs)  # type: ignore[no-any-return]
+            except Exception:  # keras.layers.Hashing computes in TensorFlow; Keras wraps JAX's error in others
+                compiled = compute
+                return compute(inputs)
+
+        return call
 
     def _build_metrics(self, inputs: Sequence[Any], rows: Sequence[Any], y: Any, weight: Any) -> None:
         """Let metrics make their variables, as they do with their first batch: inside of the step they could not."""
@@ -109,6 +131,11 @@ def _array(given: Any) -> Any:
     if given is None or isinstance(given, np.ndarray) or hasattr(given, "sharding"):
         return given
     return keras.ops.convert_to_tensor(given)
+
+
+def _own_array(given: Any) -> Any:
+    """Return any array as JAX's: layers that are called outside of a compiled step take no NumPy arrays beside them."""
+    return None if given is None else keras.ops.convert_to_tensor(given)
 
 
 def _now(scope: Any, variable: Any, before: Any) -> Any:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import keras
 import numpy as np
 import torch
 
@@ -33,6 +34,14 @@ class Steps:
         logs, gradients, rates, scale = self._compiled(given, leaves, labels, scales)
         found = [_to_torch(one) for one in gradients]
         return logs, found, [float(np.asarray(rate)) for rate in rates], float(np.asarray(scale))
+
+    def function_of(self, keys_model: Any) -> Callable[[list[Any]], list[Any]]:
+        """Return a model without weights as one compiled function of tensors."""
+
+        def compute(inputs: list[Any]) -> list[Any]:
+            return keras.tree.flatten(keys_model(inputs, training=False))  # type: ignore[no-any-return]
+
+        return compute if self._model.run_eagerly else self._tf.function(compute, reduce_retracing=True)
 
     def _step(self, inputs: Any, rows: Any, y: Any, weight: Any) -> Any:
         tf, model = self._tf, self._model

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -42,6 +42,10 @@ class Steps:
         logs = model.compute_metrics(x, labels, predicted, sample_weight=scales)
         found = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
         return logs, found, rates, scale
+
+    def function_of(self, keys_model: Any) -> Callable[[list[Any]], list[Any]]:
+        """Return a model without weights as a function of tensors."""
+        return lambda inputs: keras.tree.flatten(keys_model(inputs, training=False))
 
     def sync(self) -> None:
         """Do nothing: weights are changed in place."""
