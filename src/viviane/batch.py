@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from viviane.core.errors import DataError, SchemaError, suggest
+from viviane.core.tensors import check_mask, check_tensor
 from viviane.core.whole_numbers import whole_numbers
 from viviane.schema import Schema
 
@@ -348,6 +349,8 @@ class Batch:
 
 
 def _num_rows(values: Any, name: str, origin: str) -> int:
+    if isinstance(values, Tensor):
+        check_tensor(values, f"{origin}, column {name!r}", SchemaError)
     try:
         return len(values.offsets) - 1 if isinstance(values, Bag) else len(values)
     except TypeError:
@@ -389,6 +392,8 @@ def _packed_bytes(parts: list[Tensor]) -> Tensor | None:
 def _column(values: Any, dtype: torch.dtype, rows: int, name: str, origin: str, width: int = 1) -> Tensor:
     """Return a column as (rows * width,)."""
     where = f"{origin}, column {name!r}"
+    if isinstance(values, Tensor):
+        check_tensor(values, where, SchemaError)
     tensor = values if isinstance(values, Tensor) else _from_array(values, where)
     if tensor.dim() == 0 or tensor.shape[0] != rows:
         found = tensor.shape[0] if tensor.dim() else "one number"
@@ -412,6 +417,7 @@ def _column(values: Any, dtype: torch.dtype, rows: int, name: str, origin: str, 
 
 def _from_array(values: Any, where: str) -> Tensor:
     """Return a tensor of numbers; torch knows neither text, objects nor numbers of another byte order."""
+    check_mask(values, where, SchemaError)
     try:
         array = np.asarray(values)
     except ValueError as error:  # lists of different lengths

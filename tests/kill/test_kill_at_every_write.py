@@ -120,6 +120,15 @@ CASES = {
         ("keyset", "data", "-o", "out.keys"), ("keyset", "other", "-o", "out.keys"), outputs=("out.keys",)
     ),
     "store export": Case(("store", "export", "one", *TIERS, "--output", "out")),
+    "report over": Case(
+        ("report", "increments", "--importance", "data", "--repeats", "2"),
+        ("report", "increments", "--importance", "other"),
+        outputs=("increments/importance.json", "increments/report.html"),
+    ),
+    "compare over": Case(
+        ("compare", "increments", "second", "-o", "out.html"), ("compare", "second", "increments", "-o", "out.html"),
+        outputs=("out.html",),
+    ),
     "sequences over": Case((SEQUENCES,), (SEQUENCES.replace("'last': 3", "'last': 2"),)),
     "predict over": Case(
         ("predict", "one", "data", "-o", "out.parquet", "--overwrite"), ("predict", "two", "data", "-o", "out.parquet"),
@@ -185,6 +194,7 @@ def inputs_with_models(tmp_path_factory: pytest.TempPathFactory, inputs: Path, f
     for more in (words, ("generate", "other", *SMALL, "--seed", "7"), ("store", "import", "one", *TIERS)):
         code, said, _ = execute(forked, folder, more)
         assert code == 0, said
+    shutil.copytree(folder / "increments", folder / "second")
     return folder
 
 

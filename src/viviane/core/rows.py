@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 
 from viviane.core.errors import ConfigError, DataError, SchemaError
+from viviane.core.tensors import check_mask, tensor_array
 
 FORMS: Final = (
     "a pandas, Polars, Arrow or Hugging Face table, columns by name, a list of dicts, an array (rows, columns), "
@@ -110,7 +111,7 @@ def is_table(rows: Any) -> bool:
 def _whole(rows: Any, names: Sequence[str] | None) -> pa.Table | None:
     """Return the table of an object that contains all rows; None if it has to be iterated."""
     if _is_tensor(rows):
-        rows = rows.detach().cpu().numpy()
+        rows = tensor_array(rows, "rows")
     if isinstance(rows, np.ndarray):
         return _of_array(rows, names)
     if isinstance(rows, pa.Table):
@@ -207,7 +208,7 @@ def _of_array(array: np.ndarray[Any, Any], names: Sequence[str] | None) -> pa.Ta
     chosen = [f"x{n}" for n in range(array.shape[1])] if names is None else list(names)
     if len(chosen) != array.shape[1]:
         raise SchemaError("the array has a wrong number of columns", value=array.shape[1], allowed=str(len(chosen)))
-    return pa.table({name: _array(name, np.ascontiguousarray(array[:, n])) for n, name in enumerate(chosen)})
+    return pa.table({name: _array(name, array[:, n].copy()) for n, name in enumerate(chosen)})
 
 
 def _of_record_batch(batch: pa.RecordBatch) -> pa.Table:
@@ -262,8 +263,9 @@ _OF_LIBRARY: Final[dict[str, Callable[[Any], pa.Table]]] = {
 
 def _array(name: str, values: Any, *, from_pandas: bool = False) -> Any:
     if _is_tensor(values):
-        values = values.detach().cpu().numpy()
+        values = tensor_array(values, f"column {name!r}")
     if isinstance(values, np.ndarray) and values.ndim == 2:
+        check_mask(values, f"column {name!r}")
         flat = pa.array(np.ascontiguousarray(values).reshape(-1))
         return pa.FixedSizeListArray.from_arrays(flat, values.shape[1]) if values.shape[1] else pa.nulls(len(values))
     if isinstance(values, str | bytes | Mapping) or not (hasattr(values, "__len__") or hasattr(values, "__iter__")):

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from viviane.core.errors import DataError
+from viviane.core.tensors import check_mask
 
 
 def whole_numbers(values: Any, dtype: DTypeLike, where: str) -> NDArray[Any]:
@@ -26,6 +27,7 @@ def whole_numbers(values: Any, dtype: DTypeLike, where: str) -> NDArray[Any]:
         [3, 4]
     """
     wanted = np.dtype(dtype)
+    check_mask(values, where)
     try:
         # NumPy's common type would round ints beyond 2^53 in a list with floats.
         found = values if isinstance(values, np.ndarray) else np.asarray(values)

@@ -19,6 +19,7 @@ from viviane.core.exchange import tidy
 from viviane.core.files import replace_folder, write_json_atomic
 from viviane.core.locations import AnyPath, RemotePath, location
 from viviane.core.rows import as_table, is_table
+from viviane.core.tensors import tensor_array
 from viviane.data.columns import arrow_types, check_columns, is_list
 from viviane.data.dataset import INFO_FILE, Dataset
 from viviane.data.formats import Format, Manifest, named_format
@@ -190,7 +191,7 @@ def _first_null(array: Any) -> int:
 def _array(values: Any, field: Any, where: str) -> Any:
     """Convert a column to its type: float64 is rounded to float32; ids are never rounded or wrapped."""
     if isinstance(values, torch.Tensor):
-        values = values.detach().cpu().numpy()
+        values = tensor_array(values, where)
     try:
         return _converted(values, field.type)
     except SchemaError:

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from viviane.core.errors import ConfigError
+from viviane.core.errors import ConfigError, MachineError
+from viviane.core.machine import free_memory
 from viviane.retrieval.histories import Histories, Ids
 from viviane.schema import RESERVED
 
 NO_ITEM = -1
+_CELL_BYTES: Final = 48  # an id of 8 bytes and a score of 4, in the copies that are made of them
+_SMALL_BYTES: Final = 256 << 20  # whether so little fits is not looked up
+_MOST_BYTES: Final = 1 << 46  # of any machine
 
 
 @dataclass(frozen=True)
@@ -42,10 +46,50 @@ class Candidates:
         return Candidates(items, scores)
 
 
-def check_count(count: object, what: str) -> None:
-    """Refuse a number of items that is no whole number of at least 1."""
+def check_count(count: object, what: str, *, rows: int = 1, where: str = "k") -> None:
+    """Refuse a number of items that is no whole number of at least 1, or whose lists do not fit into memory.
+
+    Args:
+        count: items of a list.
+        what: the items, for the message.
+        rows: lists.
+        where: name of the argument, for the message.
+
+    Raises:
+        ConfigError: it is no whole number of at least 1.
+        MachineError: `rows` lists of so many items need more than the free memory.
+    """
     if not isinstance(count, int | np.integer) or isinstance(count, bool) or count < 1:
-        raise ConfigError(f"the number of {what} must be positive", where="k", value=count)
+        raise ConfigError(f"the number of {what} must be positive", where=where, value=count)
+    check_fits(int(count) * rows * _CELL_BYTES, f"{rows:,} lists of {count:,} {what}")
+
+
+def check_catalogue(num_items: object) -> None:
+    """Refuse a number of ids whose counts do not fit into memory, or that leaves none for items.
+
+    Raises:
+        ConfigError: it is no whole number above the reserved ids.
+        MachineError: the counts need more than the free memory.
+    """
+    is_whole = isinstance(num_items, int | np.integer) and not isinstance(num_items, bool)
+    if not is_whole or num_items <= RESERVED.first:  # type: ignore[operator]
+        raise ConfigError("the catalogue has no items", value=num_items, allowed=f"more than {RESERVED.first} ids")
+    check_fits(int(num_items) * _CELL_BYTES, f"a catalogue of {num_items:,} items")  # type: ignore[call-overload]
+
+
+def check_fits(num_bytes: int, what: str) -> None:
+    """Refuse what needs more than the free memory; the system may end a process that takes it nevertheless.
+
+    Raises:
+        MachineError: with the bytes that are free.
+    """
+    free = free_memory() if num_bytes > _SMALL_BYTES else None
+    if num_bytes > _MOST_BYTES or (free is not None and num_bytes > free):
+        raise MachineError(
+            "out of memory", where=what, value=f"{num_bytes:,} bytes are needed",
+            allowed=f"{_MOST_BYTES if free is None else free:,} bytes",
+            fix="ask for fewer items, or for fewer rows at once",
+        )  # fmt: skip
 
 
 class CandidateSource(Protocol):
@@ -108,10 +152,11 @@ def drop_seen(found: Candidates, seen: Histories) -> Candidates:
         >>> drop_seen(made, Histories.of([[3]])).items.tolist()
         [[5, -1, -1]]
     """
-    top = int(max(found.items.max(initial=0), seen.values.max(initial=0))) + 2
-    row = np.arange(len(found.items))[:, None]
-    keys = row * top + found.items
-    out = np.isin(keys, seen.row_of * top + seen.values) | (found.items < 0)
+    place, known = np.unique(found.items, return_inverse=True)  # ids may be of any size, and their products overflow
+    among = np.searchsorted(place, seen.values).clip(0, max(0, len(place) - 1))
+    is_found = place[among] == seen.values if len(place) else np.zeros(len(among), dtype=bool)
+    keys = np.arange(len(found.items))[:, None] * len(place) + known.reshape(found.items.shape)
+    out = np.isin(keys, (seen.row_of * len(place) + among)[is_found]) | (found.items < 0)
     _, first = np.unique(keys, return_index=True)
     repeated = np.ones(keys.size, dtype=bool)
     repeated[first] = False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -16,6 +16,9 @@ from viviane.core.optional import require
 from viviane.retrieval.faiss_content import read_faiss
 
 IndexKind: TypeAlias = Literal["exact", "flat", "ivf", "hnsw", "sq8"]
+_MOST: Final = 1 << 30
+_MOST_DEPTH: Final = 1 << 20  # faiss reserves memory for so many candidates for each query
+_MOST_SEED: Final = (1 << 31) - 2000  # faiss's seeds have 32 bits, and ours is not its own
 _TRAINING_POINTS = 39  # per list, required by faiss
 
 
@@ -33,12 +36,12 @@ class IndexSettings(Settings):
     """
 
     kind: IndexKind = "exact"
-    num_lists: int | None = Field(default=None, ge=1)
-    num_probes: int | None = Field(default=None, ge=1)
-    num_links: int = Field(default=32, ge=2)
-    build_depth: int = Field(default=80, ge=1)
-    search_depth: int = Field(default=128, ge=1)
-    seed: int = 0
+    num_lists: int | None = Field(default=None, ge=1, le=_MOST)
+    num_probes: int | None = Field(default=None, ge=1, le=_MOST)
+    num_links: int = Field(default=32, ge=2, le=4096)
+    build_depth: int = Field(default=80, ge=1, le=_MOST_DEPTH)
+    search_depth: int = Field(default=128, ge=1, le=_MOST_DEPTH)
+    seed: int = Field(default=0, ge=-(1 << 31), le=_MOST_SEED)
 
 
 class FaissSearch:

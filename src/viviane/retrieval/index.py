@@ -25,7 +25,7 @@ from viviane.core.files import file_sha256, read_array, replace_folder, write_js
 from viviane.core.locations import AnyPath, location
 from viviane.core.remote.cache import local_copy
 from viviane.core.whole_numbers import whole_numbers
-from viviane.retrieval.candidates import NO_ITEM, Candidates, check_count, in_order
+from viviane.retrieval.candidates import NO_ITEM, Candidates, check_count, check_fits, in_order
 from viviane.retrieval.faiss_index import FaissSearch, IndexKind, IndexSettings
 from viviane.retrieval.histories import Ids
 
@@ -127,7 +127,7 @@ class ItemIndex:
         if not np.isfinite(asked).all():
             row = int(np.flatnonzero(~np.isfinite(asked).all(1))[0])
             raise SchemaError("a query is not finite", where=f"row {row}")
-        check_count(k, "neighbours")
+        check_count(k, "neighbours", rows=len(asked))
         if self._search is None:
             return self.exact(asked, k)
         with self._lock:
@@ -153,11 +153,14 @@ class ItemIndex:
 
         An item at the same distance as the k-th, by rounding or because vectors are equal, counts as found.
         """
-        asked = np.ascontiguousarray(queries, dtype=np.float32)
+        asked = _numbers(queries, "queries")
         self.recall = {}
         for one in k:
+            check_count(one, "neighbours")
             count = min(one, len(self.ids))
-            truth, found = self.exact(asked, count), self.search(asked, count)
+            check_fits(len(asked) * count**2, f"the recall of {count:,} neighbours of {len(asked):,} queries")
+            found = self.search(asked, count)
+            truth = self.exact(asked, count)
             own = (found.items[:, :, None] == truth.items[:, None, :]).any(2)
             near = np.abs(truth.scores[:, -1:]) * 1e-5 + 1e-6
             found_as_near = own | (found.scores >= truth.scores[:, -1:] - near)

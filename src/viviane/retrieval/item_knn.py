@@ -10,8 +10,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from viviane.config.base import Settings
-from viviane.core.errors import ConfigError
-from viviane.retrieval.candidates import Candidates, best_of_scores
+from viviane.retrieval.candidates import Candidates, best_of_scores, check_catalogue
 from viviane.retrieval.histories import Histories, Ids, asked_items
 from viviane.schema import RESERVED
 
@@ -158,8 +157,7 @@ class ItemKNN:
             SchemaError: a history is not a list of integer ids.
         """
         users = Histories.of(users)
-        if num_items <= RESERVED.first:
-            raise ConfigError("the catalogue has no items", value=num_items, allowed=f"more than {RESERVED.first} ids")
+        check_catalogue(num_items)
         chosen = settings or ItemKNNSettings()
         users = users.where((users.values >= RESERVED.first) & (users.values < num_items))
         events = np.bincount(users.values, minlength=num_items).astype(np.float64)

@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from viviane.core.errors import ConfigError
-from viviane.retrieval.candidates import NO_ITEM, Candidates, drop_seen
+from viviane.retrieval.candidates import NO_ITEM, Candidates, check_catalogue, drop_seen
 from viviane.retrieval.histories import Histories, asked_items
 from viviane.schema import RESERVED
 
@@ -45,8 +44,7 @@ class Popularity:
             SchemaError: a history is not a list of integer ids.
         """
         users = Histories.of(users)
-        if num_items <= RESERVED.first:
-            raise ConfigError("the catalogue has no items", value=num_items, allowed=f"more than {RESERVED.first} ids")
+        check_catalogue(num_items)
         known = users.values[(users.values >= RESERVED.first) & (users.values < num_items)]
         return cls(np.bincount(known, minlength=num_items).astype(np.float32))
 

@@ -87,8 +87,7 @@ class Recommender:
         if len(sizes) > 1:
             what = "the stages have catalogues of different sizes, so their item ids may differ"
             raise ConfigError(what, value=", ".join(map(str, sorted(sizes))), fix="train them on data of the same ETL")
-        if num_candidates < 1:
-            raise ConfigError("the number of candidates must be positive", value=num_candidates)
+        check_count(num_candidates, "candidates", where="num_candidates")
         self.num_items = sizes.pop()
         self.num_candidates = num_candidates
         self.fallback = fallback
@@ -120,15 +119,15 @@ class Recommender:
         Raises:
             ConfigError: k below 1. SchemaError: histories or columns have a wrong form or length.
         """
-        check_count(k, "recommendations")
         asked = Histories.of(histories)
+        check_count(k, "recommendations", rows=len(asked))
         known = asked.where((asked.values >= 0) & (asked.values < self.num_items))
         for name, values in (rows or {}).items():
             if len(values) != len(asked):
                 allowed = f"{len(asked)}, one per history"
                 raise SchemaError("a column has a wrong number of rows", where=name, value=len(values), allowed=allowed)
         unwanted = self._unwanted(known, exclude, remove_seen)
-        depth = max(self.num_candidates, k)
+        depth = min(max(self.num_candidates, k), self.num_items)
         found = self.candidates(known, depth, rows)
         if not remove_seen:
             found = self._with_seen(found, known)
@@ -158,6 +157,7 @@ class Recommender:
             SchemaError: an item is not in the catalogue.
         """
         asked = whole_numbers(items, np.int64, "items")
+        check_count(k, "recommendations", rows=asked.size)
         wrong = (asked < RESERVED.first) | (asked >= self.num_items)
         if asked.ndim != 1 or wrong.any():
             value = int(asked[wrong][0]) if wrong.any() else asked.shape
@@ -165,12 +165,13 @@ class Recommender:
                 "an item is not in the catalogue", value=value, allowed=f"{RESERVED.first} to {self.num_items - 1}"
             )
         own = Histories(asked, np.arange(len(asked) + 1, dtype=np.int64))
+        depth = min(k, self.num_items)
         for source in self.sources:
             if isinstance(source, VectorSource):
-                found = source.index.search(source.index.vectors_of(asked), k + 1)
+                found = source.index.search(source.index.vectors_of(asked), depth + 1)
                 break
         else:
-            found = self.sources[0].candidates(own, k)
+            found = self.sources[0].candidates(own, depth)
         best = drop_seen(found, own).first(k)
         return Recommendations(best.items, np.where(best.items == NO_ITEM, np.nan, best.scores).astype(np.float32))
 
@@ -201,9 +202,10 @@ class Recommender:
         assert self.fallback is not None
         short = np.flatnonzero((best.items == NO_ITEM).any(1))
         had = best.items[short]
-        popular = self.fallback.candidates(unwanted.take(short), 2 * k)
+        count = min(2 * k, self.num_items)
+        popular = self.fallback.candidates(unwanted.take(short), count)
         last = np.where(np.isfinite(best.scores[short]), best.scores[short], np.inf).min(1, keepdims=True)
-        below = np.where(np.isfinite(last), last, 0.0) - 1e-6 * (1 + np.arange(2 * k))
+        below = np.where(np.isfinite(last), last, 0.0) - 1e-6 * (1 + np.arange(count))
         scores = np.concatenate([best.scores[short], np.where(popular.items == NO_ITEM, -np.inf, below)], 1)
         joined = Candidates(np.concatenate([had, popular.items], 1), scores.astype(np.float32))
         nothing = Histories(np.empty(0, dtype=np.int64), np.zeros(len(short) + 1, dtype=np.int64))

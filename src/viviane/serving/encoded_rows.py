@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from viviane.batch import Bag, Batch, Layout
 from viviane.core.errors import DataError
+from viviane.core.tensors import tensor_array
 from viviane.schema import CategoricalColumn, Schema
 from viviane.serving.errors import RowProblem
 from viviane.serving.frames import columns_of
@@ -250,7 +251,7 @@ def _weights(
 
 
 def _listed(values: Any) -> Any:
-    return values.detach().cpu().numpy() if isinstance(values, torch.Tensor) else values
+    return tensor_array(values, "a column") if isinstance(values, torch.Tensor) else values
 
 
 def _without(
@@ -276,14 +277,14 @@ def _without(
 def _numpy(values: Any, name: str, kinds: str) -> NDArray[Any]:
     """Return values as they are typed; lists whose values are of no type among `kinds` become objects."""
     if isinstance(values, torch.Tensor):
-        array: NDArray[Any] = values.detach().cpu().numpy()
-        return array
+        return tensor_array(values, f"column {name!r}")
     if isinstance(values, pa.Array | pa.ChunkedArray):
         if values.null_count or pa.types.is_nested(values.type):
             return _objects(values.to_pylist())
         return np.asarray(values.to_numpy() if isinstance(values, pa.ChunkedArray) else values.to_numpy(False))
     if isinstance(values, np.ndarray):
-        return values
+        masked = isinstance(values, np.ma.MaskedArray) and np.ma.is_masked(values)
+        return _objects(values.tolist()) if masked else values  # as None, which is missing
     if isinstance(values, list | tuple):
         return _of_list(values, kinds)
     try:

@@ -11,6 +11,7 @@ import torch
 
 from viviane.core.errors import ConfigError, SchemaError, suggest
 from viviane.core.rows import as_table, is_table
+from viviane.core.tensors import check_tensor
 from viviane.serving.errors import RowProblem
 
 FORMS = "columns by name, a list of dicts, an Arrow, pandas, Polars or Hugging Face table, or (encoded) a Batch"
@@ -98,6 +99,8 @@ def _present(names: Any, wanted: Sequence[str]) -> Sequence[str]:
 def _checked(columns: dict[str, Any]) -> tuple[dict[str, Any], int]:
     lengths = {}
     for name, values in columns.items():
+        if isinstance(values, torch.Tensor):
+            check_tensor(values, f"column {name!r}")
         try:
             has_rows = not isinstance(values, str | bytes | Mapping) and np.ndim(_shape_only(values)) != 0
             lengths[name] = len(values)

@@ -13,6 +13,7 @@ import pyarrow as pa
 import torch
 
 from viviane.core.errors import DataError
+from viviane.core.tensors import tensor_array
 from viviane.etl.cells import convert, staged_type
 from viviane.etl.columns import InputColumn
 from viviane.etl.parquet import fits
@@ -54,7 +55,7 @@ def raw_table(
 
 def _array(values: Any, column: InputColumn, missing: tuple[str, ...]) -> tuple[Any, list[RowProblem]]:
     if isinstance(values, torch.Tensor):
-        values = values.detach().cpu().numpy()
+        values = tensor_array(values, f"column {column.name!r}")
     if isinstance(values, pa.Array | pa.ChunkedArray):
         return _plain(values, column), []
     if isinstance(values, np.ndarray) and values.dtype != object:

@@ -327,7 +327,7 @@ class InferenceSession:
         if done:
             if self.tables is not None:
                 self.tables.close()
-            self.__dict__.pop("_instances", None)
+            self.__dict__.pop("_instances", None)  # `__getattr__` answers from now on
             self.__dict__.pop("_encoder", None)
         return done
 
@@ -336,6 +336,12 @@ class InferenceSession:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def __getattr__(self, name: str) -> Any:
+        """Answer for what `close` has freed."""
+        if name in ("_instances", "_encoder") and self.__dict__.get("_closed"):
+            raise self._closed_error()
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else f"{self.device}"
@@ -348,9 +354,12 @@ class InferenceSession:
     def _enter(self) -> None:
         with self._turn:
             if self._closed:
-                fix = "load the model again"
-                raise SessionClosedError("the session was closed", where=f"model {self.model_name!r}", fix=fix)
+                raise self._closed_error()
             self._running += 1
+
+    def _closed_error(self) -> SessionClosedError:
+        where = f"model {self.model_name!r}"
+        return SessionClosedError("the session was closed", where=where, fix="load the model again")
 
     def _leave(self) -> None:
         with self._turn:
