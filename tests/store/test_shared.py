@@ -82,6 +82,13 @@ def test_it_holds_what_it_is_made_for_and_others_make_room(eviction: str, name: 
     with_room.close()
 
 
+def test_memory_is_at_most_a_quarter_more_than_the_rows(name: str) -> None:
+    layout = RowLayout([Column("weight", "float32", 32)])
+    tier = SharedTier(name, layout, max_rows=10_000)
+    assert sum(Path(one).stat().st_size for one in files(name)) <= 1.25 * 10_000 * layout.row_bytes
+    tier.close()
+
+
 def test_segments_of_others_are_refused(name: str) -> None:
     with pytest.raises(ConfigError, match="valid name"):
         SharedTier("../etc", LAYOUT, max_rows=9)

@@ -1,6 +1,6 @@
 """Rows in memory that the processes of one machine share: a bounded copy, which any of them reads and fills.
 
-A segment is a file in /dev/shm: sets of eight slots, and two sets that a key may be in. A slot has the key, the row,
+A segment is a file in /dev/shm: sets of 32 slots, and two sets that a key may be in. A slot has the key, the row,
 their CRC-32C, and a version whose two lowest bits say whether it is empty, being written, or whole.
 
 Readers take no lock: they copy a row, then compare version and checksum, and read again what has changed meanwhile.
@@ -34,10 +34,12 @@ from viviane.store.tier import SCAN_ROWS, check_batch_rows
 
 _FOLDER: Final = Path("/dev/shm")
 _NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,180}")
-_WAYS: Final = 8
+_WAYS: Final = 32
+_SPARE: Final = 16
+"""A 16th more slots than rows: of two sets the emptier one takes a new key, so that sets are nearly never full."""
 _HEADER: Final = struct.Struct("<8sQQI")
 _HEADER_BYTES: Final = 4096
-_MAGIC: Final = b"vvshared"
+_MAGIC: Final = b"vvshare2"
 _EMPTY, _WRITING, _WHOLE = 0, 1, 2
 _STATE: Final = np.uint32(3)
 _READS: Final = 4
@@ -87,7 +89,7 @@ class SharedTier:
         self.name, self.layout, self.eviction, self.remove = "shared", layout, eviction, remove
         self._path = _FOLDER / f"viviane-{os.getuid()}-{name}"
         self._where = str(self._path)
-        self.num_sets = -(-max(1, max_rows) * 3 // (2 * _WAYS))  # with two sets a key, sets are nearly never full then
+        self.num_sets = -(-max(1, max_rows) * (_SPARE + 1) // (_SPARE * _WAYS))
         if max_bytes is not None:
             set_bytes = _WAYS * (layout.row_bytes + _SLOT_BYTES)
             self.num_sets = min(self.num_sets, (max_bytes - _HEADER_BYTES) // set_bytes)
@@ -167,21 +169,26 @@ class SharedTier:
 
     # Reading ----------------------------------------------------------------------------------------------------
 
-    def _slots(self, keys: Keys) -> NDArray[np.int64]:
-        """Return the slots (n, 16) that keys may be in."""
-        found = np.empty((len(keys), 2 * _WAYS), np.int64)
+    def _sets(self, keys: Keys) -> NDArray[np.int64]:
+        """Return the sets (n, 2) that keys may be in."""
+        found = np.empty((len(keys), 2), np.int64)
         for i, factor in enumerate(_FACTORS):
             mixed = keys.view(np.uint64) * factor
             mixed ^= mixed >> np.uint64(32)
-            sets = (mixed * factor >> np.uint64(20)) % np.uint64(self.num_sets)
-            found[:, i * _WAYS : (i + 1) * _WAYS] = sets.astype(np.int64)[:, None] * _WAYS + np.arange(_WAYS)
+            found[:, i] = (mixed * factor >> np.uint64(20)) % np.uint64(self.num_sets)
         return found
 
-    def _places(self, keys: Keys, slots: NDArray[np.int64]) -> NDArray[np.int64]:
+    def _are_whole(self, sets: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Return which slots of sets hold rows, (n, 2 * ways)."""
+        states = self._versions.reshape(-1, _WAYS)[sets] & _STATE
+        found: NDArray[np.bool_] = states.reshape(len(sets), 2 * _WAYS) == _WHOLE
+        return found
+
+    def _places(self, keys: Keys, sets: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the slot of each key, -1 where it is not there."""
-        match = (self._keys[slots] == keys[:, None]) & (self._versions[slots] & _STATE == _WHOLE)
-        places = slots[np.arange(len(keys)), match.argmax(1)]
-        return np.where(match.any(1), places, -1)
+        match = self._keys.reshape(-1, _WAYS)[sets].reshape(len(keys), 2 * _WAYS) == keys[:, None]
+        match &= self._are_whole(sets)
+        return np.where(match.any(1), _slot(sets, match.argmax(1)), -1)
 
     def fetch(self, keys: Keys, out: Rows) -> Found:
         """Copy rows to `out` and return which were found; see `viviane.store.Tier`."""
@@ -200,8 +207,7 @@ class SharedTier:
 
     def _read(self, keys: Keys, left: Keys, out: Rows, found: Found) -> tuple[Keys, int]:
         """Read some of the keys; returns those that changed meanwhile, and how many do not have their checksum."""
-        slots = self._slots(keys[left])
-        places = self._places(keys[left], slots)
+        places = self._places(keys[left], self._sets(keys[left]))
         there = places >= 0
         left, places = left[there], places[there]
         versions = self._versions[places]
@@ -252,21 +258,21 @@ class SharedTier:
         keys, rows = keys[last], rows[last]
         with self._counter.putting(len(keys)), self._turn():
             self._check_open()
-            slots = self._slots(keys)
-            places = self._places(keys, slots)
+            sets = self._sets(keys)
+            places = self._places(keys, sets)
             there = places >= 0
             if present and there.any():
                 self._store(places[there], keys[there], rows[there])
             new = np.flatnonzero(~there) if absent else np.empty(0, np.int64)
             while len(new):
-                chosen = self._room(slots[new])
+                chosen = self._room(sets[new])
                 _, first = np.unique(chosen // _WAYS, return_index=True)  # one key a set at a time
                 self._store(chosen[first], keys[new[first]], rows[new[first]])
                 new = np.delete(new, first)
 
-    def _room(self, slots: NDArray[np.int64]) -> NDArray[np.int64]:
+    def _room(self, sets: NDArray[np.int64]) -> NDArray[np.int64]:
         """Choose a slot for each new key: an empty one of the emptier set, else one whose row makes room."""
-        whole = self._versions[slots] & _STATE == _WHOLE
+        whole = self._are_whole(sets)
         load = whole.reshape(-1, 2, _WAYS).sum(2)
         second = np.arange(2 * _WAYS) >= _WAYS
         wanted = (load[:, 1] < load[:, 0])[:, None] == second
@@ -274,11 +280,11 @@ class SharedTier:
         choice = order.argmin(1)
         full = np.flatnonzero(whole.all(1))
         if self.eviction == "oldest":
-            choice[full] = self._used[slots[full]].argmin(1)
+            used = self._used.reshape(-1, _WAYS)[sets[full]]
+            choice[full] = used.reshape(len(full), 2 * _WAYS).argmin(1)
         else:
             choice[full] = self._random.integers(0, 2 * _WAYS, len(full))
-        found: NDArray[np.int64] = slots[np.arange(len(slots)), choice]
-        return found
+        return _slot(sets, choice)
 
     def _store(self, places: NDArray[np.int64], keys: Keys, rows: Rows) -> None:
         sums = _sums(keys, rows)
@@ -294,7 +300,7 @@ class SharedTier:
         own = np.unique(keys)
         with self._turn():
             self._check_open()
-            places = self._places(own, self._slots(own))
+            places = self._places(own, self._sets(own))
             places = places[places >= 0]
             self._versions[places] = (self._versions[places] & ~_STATE) + np.uint32(4)
         self._counter.erased(len(places))
@@ -336,6 +342,12 @@ class SharedTier:
             if file >= 0:
                 os.close(file)
         self._file = self._users = -1
+
+
+def _slot(sets: NDArray[np.int64], choice: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return slots by their number among those of two sets."""
+    found: NDArray[np.int64] = sets[np.arange(len(sets)), choice // _WAYS] * _WAYS + choice % _WAYS
+    return found
 
 
 def _sums(keys: Keys, rows: Rows) -> NDArray[np.uint32]:
