@@ -250,8 +250,8 @@ class KeyColumns:
         if keys.dim() != 2 or keys.shape[1] != self.num_columns:
             raise DataError("keys are (B, K)", value=tuple(keys.shape), allowed=f"(B, {self.num_columns})")
         nothing = self._nothing
-        if len(nothing) != len(keys):  # batches of one size follow one another
-            nothing = self._nothing = torch.empty(len(keys), 0)
+        if len(nothing) != len(keys) or nothing.device != keys.device:  # batches of one size follow one another
+            nothing = self._nothing = torch.empty(len(keys), 0, device=keys.device)
         if not self.bags:
             return Batch(self._layout, nothing, nothing, keys.contiguous())
         start = len(self.one_hot)
@@ -268,12 +268,12 @@ class KeyColumns:
         counted = None if padding is None else keys != padding
         values, flat = keys.reshape(-1), None if weights is None else weights.reshape(-1).contiguous()
         if counted is None:
-            offsets = torch.arange(size + 1, dtype=torch.int64) * length
+            offsets = torch.arange(size + 1, dtype=torch.int64, device=keys.device) * length
         else:
             kept = counted.reshape(-1)
             values = values[kept]
             flat = None if flat is None else flat[kept]
-            offsets = torch.zeros(size + 1, dtype=torch.int64)
+            offsets = torch.zeros(size + 1, dtype=torch.int64, device=keys.device)
             torch.cumsum(counted.sum(1), 0, out=offsets[1:])
         if name in self.roots:
             flat = root_weights(offsets, flat, len(values))
@@ -287,9 +287,10 @@ def root_weights(offsets: Tensor, weights: Tensor | None, num_keys: int) -> Tens
         >>> root_weights(torch.tensor([0, 4]), None, 4).tolist()
         [0.5, 0.5, 0.5, 0.5]
     """
-    own = torch.ones(num_keys) if weights is None else weights.to(torch.float32)
-    bags = torch.repeat_interleave(torch.arange(len(offsets) - 1), offsets.diff(), output_size=num_keys)
-    totals = torch.zeros(len(offsets) - 1).index_add_(0, bags, own * own)
+    own = torch.ones(num_keys, device=offsets.device) if weights is None else weights.to(torch.float32)
+    places = torch.arange(len(offsets) - 1, device=offsets.device)
+    bags = torch.repeat_interleave(places, offsets.diff(), output_size=num_keys)
+    totals = torch.zeros(len(offsets) - 1, device=offsets.device).index_add_(0, bags, own * own)
     return own * torch.where(totals == 0, 0.0, totals.rsqrt())[bags]
 
 

@@ -147,7 +147,8 @@ class DistributedEmbedding(TableLayer):
         lengths = {one.name: one.length or 1 for one in self.features}
         parts = [found[name].reshape(-1, lengths[name]) for name in self.columns.order]
         wide = any(part.dtype == torch.int64 for part in parts)
-        return self.columns.batch(torch.cat([part.to(torch.int64) if wide else part for part in parts], 1))
+        whole = torch.cat([part.to(torch.int64) if wide else part for part in parts], 1)
+        return self.columns.batch(whole.to(self.collection.device))
 
     def _flat_order(self) -> list[str]:
         names = [one.name for one in self.features]

@@ -105,7 +105,7 @@ class OneTable(TableLayer):
         if len(keys) != 1:
             raise ConfigError("bags with weights have no fast form", where=self.where, fix="use model.fit")
         plain = array_keys(keys[0], self.where)
-        return self.columns.batch(plain.reshape(-1, self.columns.num_columns))
+        return self.columns.batch(plain.reshape(-1, self.columns.num_columns).to(self.collection.device))
 
     def split_rows(self, flat: torch.Tensor, keys: Sequence[Any]) -> list[torch.Tensor]:
         """Return looked-up vectors as the layer's output."""

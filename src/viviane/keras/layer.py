@@ -105,9 +105,10 @@ class TableLayer(keras.layers.Layer):
             if not self._settings:
                 raise ConfigError("the layer has no tables before it is built", where=self.where, fix="call build()")
             tables, features = self._settings
+            device = table_device(self.anchor)
             with backend_of().eagerly():
                 collection = make_tables(
-                    self._with_rule(tables), features, self.rule.settings, device=table_device(), seed=self.seed,
+                    self._with_rule(tables), features, self.rule.settings, device=device, seed=self.seed,
                     group=join_processes("cpu"), plan="auto" if self.plan is None else self.plan, name=self.name,
                 )  # fmt: skip
                 self._fill(collection)

@@ -30,8 +30,8 @@ class Backend(Protocol):
     def eagerly(self) -> AbstractContextManager[Any]:
         """Compute at once for a block, even where the framework is tracing."""
 
-    def table_device(self) -> str:
-        """Return the device of the tables."""
+    def table_device(self, weight: Any) -> str:
+        """Return the device of the tables of a layer, given a weight of it."""
 
 
 def backend_of() -> Backend:
@@ -60,6 +60,6 @@ def input_structure(model: Any) -> Any:
     return model.inputs[0] if isinstance(model, keras.Sequential) else model.input
 
 
-def table_device() -> str:
-    """Return the device of the tables."""
-    return backend_of().table_device()
+def table_device(weight: Any) -> str:
+    """Return the device of the tables of a layer, given a weight of it."""
+    return backend_of().table_device(weight)

@@ -23,7 +23,7 @@ def _jax() -> Any:
     return require("jax", extra="jax", purpose="Keras on JAX")
 
 
-def table_device() -> str:
+def table_device(weight: Any) -> str:
     """Return the device of the tables: the handler is called with host memory."""
     platform = _jax().default_backend()
     if platform != "cpu":

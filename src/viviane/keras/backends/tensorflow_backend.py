@@ -25,7 +25,7 @@ def _tensorflow() -> Any:
     return require("tensorflow", extra="tensorflow", purpose="Keras on TensorFlow")
 
 
-def table_device() -> str:
+def table_device(weight: Any) -> str:
     """Return the device of the tables: host calls of TensorFlow hand over host memory."""
     return "cpu"
 

@@ -20,10 +20,9 @@ from viviane.embedding.whole_keys import whole_keys as plain_keys
 _OUTPUTS = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
-def table_device() -> str:
-    """Return the device that Keras puts its weights on."""
-    with torch.device("cpu"):
-        return str(keras.ops.convert_to_tensor(0.0).device)
+def table_device(weight: Any) -> str:
+    """Return the device of a weight of the layer."""
+    return str(weight.value.device)
 
 
 def eagerly() -> AbstractContextManager[Any]:
