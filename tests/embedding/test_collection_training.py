@@ -50,27 +50,27 @@ def random_bags(generator, num_rows, size, longest, dtype, weighted):
     return Bag(values, torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]), weights)
 
 
-def compare(collection, batches, forms=None, lr=0.1):
+def compare(collection, batches, forms=None, lr=0.1, close=CLOSE):
     """Train both three steps on random targets; `forms` are the batches as the collection gets them."""
     truth = DenseTruth(collection)
     generator = torch.Generator().manual_seed(7)
     for i, (bags, form) in enumerate(zip(batches, forms or batches, strict=True)):
         out, exact = collection(form), truth.forward(bags)
-        torch.testing.assert_close(out.flat.double(), exact, **CLOSE)
+        torch.testing.assert_close(out.flat.double(), exact, **close)
         target = torch.randn(exact.shape, generator=generator, dtype=torch.float64)
         (out.flat * target.float() + out.flat**2).sum().backward()
         (exact * target + exact**2).sum().backward()
         if i % 2:  # who asked for the norm steps with gradients summed by row, others straight from the batch
             norm = sum(leaf.grad.square().sum() for leaf in truth.leaves.values() if leaf.grad is not None)
-            torch.testing.assert_close(collection.grad_norm_squared().double(), norm, **CLOSE)
+            torch.testing.assert_close(collection.grad_norm_squared().double(), norm, **close)
         collection.step(lr)
         truth.step(lr)
     for name in collection.tables:
         found = collection.export_table(name)
-        torch.testing.assert_close(found.weight.double(), truth.weight[name], **CLOSE)
+        torch.testing.assert_close(found.weight.double(), truth.weight[name], **close)
         assert found.state.keys() == truth.state[name].keys()
         for part, state in found.state.items():
-            torch.testing.assert_close(state.double(), truth.state[name][part], **CLOSE)
+            torch.testing.assert_close(state.double(), truth.state[name][part], **close)
         assert found.step == truth.steps[name]
 
 
@@ -148,7 +148,8 @@ def test_tensors_are_ids_and_matrices_of_ids():
 def test_any_bags(lists, combiner, padding_id, dim):
     feature = FeatureConfig(name="f", table="x", combiner=combiner, max_length=4 if combiner == "concat" else None)
     collection = EmbeddingCollection([table("x", 7, dim, padding_id=padding_id)], [feature], AdaGrad(epsilon=0.01))
-    compare(collection, [{"f": Bag.from_lists(lists)}] * 2)
+    # Gradients of an id that comes several times are sums of numbers near 9, which cancel; AdaGrad keeps their squares.
+    compare(collection, [{"f": Bag.from_lists(lists)}] * 2, close={"rtol": 2e-5, "atol": 2e-5})
 
 
 def test_accumulated_passes_equal_one_pass_over_all_rows():
