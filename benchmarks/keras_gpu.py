@@ -10,7 +10,6 @@ graph and from Python.
 from __future__ import annotations
 
 import os
-import sys
 
 os.environ.setdefault("KERAS_BACKEND", "torch")
 
@@ -85,4 +84,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -16,9 +16,9 @@ from viviane.retrieval.histories import Histories, Ids
 from viviane.schema import RESERVED
 
 NO_ITEM = -1
-_CELL_BYTES: Final = 48  # an id of 8 bytes and a score of 4, in the copies that are made of them
-_SMALL_BYTES: Final = 256 << 20  # whether so little fits is not looked up
-_MOST_BYTES: Final = 1 << 46  # of any machine
+_CELL_BYTES: Final = 48  # of an item in a list: an id of 8 bytes and a score of 4, in four copies
+_SMALL_BYTES: Final = 256 << 20  # up to here the free memory is not read
+_MOST_BYTES: Final = 1 << 46  # refused even where the free memory is unknown
 
 
 @dataclass(frozen=True)

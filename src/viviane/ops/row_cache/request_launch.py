@@ -101,8 +101,7 @@ class RequestLaunch:
 
 
 def _launch_again(form: _Form, key: Hashable, request: LookupRequest, address: int, stream: torch.cuda.Stream) -> None:
-    """Launch what Triton compiled; record it where the same lookup came before, for memory that is used once is not
-    worth a graph."""
+    """Launch the compiled kernel; the second time with the same memory, record it as a graph."""
     launch = partial(form.run, *request.addresses, *form.addresses, address, *form.numbers, *form.constants)
     if key not in request.recorded:
         if len(request.recorded) >= _MOST_RECORDED:

@@ -407,7 +407,7 @@ class Service:
         return number
 
     async def _loaded(self, model: str, load: Callable[..., T], *args: Any) -> T:
-        """Load beside the event loop. Who may load models is told why one cannot be loaded, as the index tells it."""
+        """Run `load` in a thread; an error tells the caller, who may load models, why the model was not loaded."""
         try:
             return await asyncio.get_running_loop().run_in_executor(self._loads, load, *args)
         except Exception as error:

@@ -81,8 +81,8 @@ def read_tensors(file: Path) -> dict[str, Tensor]:
 
     try:
         with safe_open(file, framework="np") as handle:  # it checks that sizes and places are those of the file
-            kinds = {name: handle.get_slice(name) for name in handle.offset_keys()}
-            described = {name: (one.get_dtype(), one.get_shape()) for name, one in kinds.items()}
+            slices = {name: handle.get_slice(name) for name in handle.offset_keys()}
+            described = {name: (one.get_dtype(), one.get_shape()) for name, one in slices.items()}
         memory = _map_privately(file)
     except (SafetensorError, OSError, ValueError, OverflowError) as error:
         raise CheckpointError("not a readable safetensors file", where=str(file), value=str(error)) from error
@@ -102,8 +102,8 @@ def read_tensors(file: Path) -> dict[str, Tensor]:
 def _map_privately(file: Path) -> mmap.mmap:
     """Return the bytes of a file, mapped so that a changed page is copied.
 
-    Linux would refuse such a mapping that is larger than memory, as if all of it were to be changed: it is told that
-    pages need no reserve.
+    Linux reserves memory for a writable private mapping, and refuses one that is larger than memory. NO_RESERVE turns
+    the reservation off: only pages that are changed take memory.
     """
     with file.open("rb") as handle:
         if not hasattr(mmap, "MAP_PRIVATE"):
