@@ -1,4 +1,4 @@
-"""Which requests a server takes: how many at once, how many may wait, and none while it ends."""
+"""Which requests a server takes: how many at once, and how many may wait."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class Admission:
     def __init__(self, max_concurrent: int, max_lag_ms: float) -> None:
         self._max_concurrent, self._max_lag_s = max_concurrent, max_lag_ms / 1000
         self.draining = False
-        """The server ends, and takes no more requests."""
+        """The server ends: it is no longer ready, and answers what connections have sent already."""
         self.under_way = 0
         """Requests in progress; changed by the event loop's thread alone."""
         self._lag_s = 0.0
@@ -115,12 +115,10 @@ class Admission:
         """Count a request while it is answered.
 
         Raises:
-            RequestError: the server ends, or too many requests are in progress.
+            RequestError: too many requests are in progress.
         """
         self.under_way += 1
         try:
-            if self.draining:
-                raise RequestError(Status.UNAVAILABLE, "the server is shutting down")
             if self.under_way > self._max_concurrent:
                 allowed = str(self._max_concurrent)
                 raise RequestError(Status.OVERLOADED, "too many requests are in progress", allowed=allowed)

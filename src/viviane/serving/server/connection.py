@@ -16,6 +16,8 @@ _PHRASES: Final = {400: b"Bad Request", 408: b"Request Timeout", 431: b"Request 
 
 _SHORT_BODY_BYTES: Final = 64 << 10
 """A refused request's body up to here is read and thrown away, so that the connection lives on."""
+_LAST_REQUEST_S: Final = 0.25
+"""How long an idle connection stays open when the server ends: a request may be on its way to it."""
 _FIRST: Final = re.compile(rb"POST /[!-~]* HTTP/1\.1\r\n")
 _LENGTH: Final = re.compile(rb"\r\ncontent-length: ?([0-9]{1,5})\r\n", re.IGNORECASE)
 _LENGTH_NAME: Final = re.compile(rb"content-length", re.IGNORECASE)
@@ -81,6 +83,8 @@ class _Limits(_NEXT):  # type: ignore[misc]
     headers: list[tuple[bytes, bytes]]
     timeout_keep_alive: float
     timeout_keep_alive_task: Any
+    is_ending = False
+    """Whether the server ends: set for the class, after which each connection is closed behind its next answer."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
@@ -102,6 +106,8 @@ class _Limits(_NEXT):  # type: ignore[misc]
             self._refuse(503, b"too many connections")
             return
         self._watch()
+        if self.is_ending:  # accepted just before the server ceased to listen
+            self.shutdown()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._unwatch()
@@ -111,7 +117,7 @@ class _Limits(_NEXT):  # type: ignore[misc]
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():
             return
-        if self._between and (self.cycle is None or self.cycle.response_complete):
+        if self._between and self._is_idle():
             known = len(data) == self._known_bytes and data.startswith(self._known_head)
             self._looked = known or self._is_whole(data)
             if self._looked:
@@ -127,6 +133,20 @@ class _Limits(_NEXT):  # type: ignore[misc]
     def on_response_complete(self) -> None:
         self._left()
         super().on_response_complete()
+
+    def shutdown(self) -> None:
+        """Close the connection behind the answer under way; an idle one waits for a request that was sent already."""
+        if self._is_idle():
+            self.loop.call_later(_LAST_REQUEST_S, self._close_if_idle)
+        else:
+            super().shutdown()
+
+    def _close_if_idle(self) -> None:
+        if self._between and self._is_idle() and not self.transport.is_closing():
+            self.transport.close()
+
+    def _is_idle(self) -> bool:
+        return self.cycle is None or bool(self.cycle.response_complete)
 
     def _left(self) -> None:
         """Count the end of the request that entered, if one did."""
@@ -144,6 +164,9 @@ class _Limits(_NEXT):  # type: ignore[misc]
 
     def _refuse_unparsed(self) -> None:
         self._unwatch()
+        if self.is_ending:
+            self._answer_overloaded(keep=False)
+            return
         self.transport.write(_OVERLOADED % b"keep-alive")
         self._last_refusal = self.loop.time()
         if self.timeout_keep_alive_task is None:
@@ -172,11 +195,12 @@ class _Limits(_NEXT):  # type: ignore[misc]
     def on_headers_complete(self) -> None:
         self._unwatch()
         self._in_body = True
-        idle = self.cycle is None or self.cycle.response_complete
-        asks = idle and not self._looked and self.parser.get_method() == b"POST"
+        asks = self._is_idle() and not self._looked and self.parser.get_method() == b"POST"
         self._skips = asks and self.admits.refuses(self.url)
         if not self._skips:
             super().on_headers_complete()
+            if self.is_ending and self.cycle is not None:
+                self.cycle.keep_alive = False
         elif self._body_is_short():
             self._watch()
         else:
@@ -197,7 +221,7 @@ class _Limits(_NEXT):  # type: ignore[misc]
             return
         self._skips = False
         self._unwatch()
-        self._answer_overloaded(keep=self.parser.should_keep_alive())
+        self._answer_overloaded(keep=self.parser.should_keep_alive() and not self.is_ending)
 
     def _body_is_short(self) -> bool:
         lengths = [value for name, value in self.headers if name == b"content-length"]
@@ -239,7 +263,7 @@ class _Limits(_NEXT):  # type: ignore[misc]
 
     def _too_late(self) -> None:
         self._late = None
-        if self.cycle is None or self.cycle.response_complete:
+        if self._is_idle():
             self._refuse(408, b"the headers did not arrive in time")
 
     def _refuse(self, status: int, text: bytes) -> None:

@@ -191,7 +191,7 @@ class InferenceServer:
         return server
 
     async def _end(self, http: Any, task: asyncio.Task[None], grpc: Any) -> None:
-        """Refuse new requests, and wait for those in progress, at most the time in the settings."""
+        """Take no new connections, and wait for requests in progress, at most the time in the settings."""
         self.service.admission.draining = True
         http.should_exit = True
         stops: list[Any] = [task]
@@ -210,9 +210,14 @@ class InferenceServer:
 
 def _http_server(service: Service, settings: ServerSettings) -> Any:
     uvicorn = require("uvicorn", extra="serving", purpose="serving over HTTP")
+    connection: Any = protocol_class(settings, service)
 
     class Server(uvicorn.Server):  # type: ignore[misc, name-defined]
         """uvicorn's server; signals are handled for HTTP and gRPC together."""
+
+        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+            connection.is_ending = True  # not before: a client that connects again would find a port that closes
+            await super().shutdown(sockets)
 
         @contextlib.contextmanager
         def capture_signals(self) -> Iterator[None]:
@@ -220,7 +225,7 @@ def _http_server(service: Service, settings: ServerSettings) -> Any:
 
     config = uvicorn.Config(
         make_app(service),
-        http=protocol_class(settings, service),
+        http=connection,
         ws="none",
         lifespan="off",
         log_config=None,
