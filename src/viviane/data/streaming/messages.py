@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Any, Final, Literal, Protocol
 
 import numpy as np
@@ -11,6 +12,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from viviane.core.errors import ConfigError, DataError, VivianeError
+from viviane.core.json_files import MAX_JSON_DEPTH, parse_json
 from viviane.data.checks import CellLocation
 from viviane.data.columns import arrow_types, check_columns
 from viviane.data.decode import decode_table
@@ -20,6 +22,8 @@ from viviane.schema import Schema
 
 MessageKind = Literal["json", "arrow"]
 _SCALARS: Final[dict[str, Any]] = {"float": pa.float64(), "int": pa.int64(), "string": pa.string(), "bool": pa.bool_()}
+_PROBLEMS: Final = (VivianeError, pa.ArrowException, ValueError, TypeError, OSError, KeyError)
+"""What a message raises that cannot be decoded; Arrow's errors are partly Python's own."""
 
 
 class RowTransform(Protocol):
@@ -78,13 +82,13 @@ class MessageDecoder:
         """
         try:
             return self._decode(values)
-        except (VivianeError, pa.ArrowException, ValueError, TypeError) as error:
+        except _PROBLEMS as error:
             if len(values) == 1:
                 raise BadMessageError(0, str(error)) from error
             for index, value in enumerate(values):
                 try:
                     self._decode([value])
-                except (VivianeError, pa.ArrowException, ValueError, TypeError) as cause:
+                except _PROBLEMS as cause:
                     raise BadMessageError(index, str(cause)) from cause
             raise
 
@@ -99,18 +103,21 @@ class MessageDecoder:
         if any(not value for value in values):
             raise DataError("the message is empty")
         present = [value for value in values if value]
-        table, counts = self._json(present) if self.kind == "json" else self._arrow(present)
+        tables, counts = self._json(present) if self.kind == "json" else self._arrow(present)
         if self.etl is not None:
-            table = self.etl.transform_table(table)
+            tables = [self.etl.transform_table(one) for one in tables]
+        table = pa.concat_tables(tables)
         check_columns(table.schema, self.schema, "the message")
         table = table.select(self.schema.column_names)
         buffer = RowBuffer(self._layout, table.num_rows, 1)
         decode_table(table, lambda name: CellLocation("the message", 0, 0, name, "message"), self.schema, buffer, 0, 0)
         return buffer.finish(), counts
 
-    def _json(self, values: list[bytes]) -> tuple[pa.Table, NDArray[np.int64]]:
+    def _json(self, values: list[bytes]) -> tuple[list[pa.Table], NDArray[np.int64]]:
         from pyarrow import json
 
+        for value in values:
+            _check_object(value)
         # a newline inside JSON is white space: in strings it is escaped
         lines = b"\n".join(value.replace(b"\n", b" ").replace(b"\r", b" ") for value in values)
         options = json.ParseOptions(explicit_schema=self._json_types, unexpected_field_behavior="ignore")
@@ -118,18 +125,36 @@ class MessageDecoder:
         table = json.read_json(io.BytesIO(lines), read_options=reading, parse_options=options)
         if table.num_rows != len(values):
             raise DataError("a message is not one JSON object", value=f"{table.num_rows} objects in {len(values)}")
-        return table, np.ones(len(values), np.int64)
+        return [table], np.ones(len(values), np.int64)
 
-    def _arrow(self, values: list[bytes]) -> tuple[pa.Table, NDArray[np.int64]]:
+    def _arrow(self, values: list[bytes]) -> tuple[list[pa.Table], NDArray[np.int64]]:
         tables = []
         for value in values:
             with pa.ipc.open_stream(value) as stream:
-                tables.append(stream.read_all())
+                table = stream.read_all()
+            table.validate(full=True)  # offsets of lists and texts, which the kernels trust
+            tables.append(table if self.etl is not None else self._chosen(table))
         counts = np.array([table.num_rows for table in tables], np.int64)
-        whole = pa.concat_tables(tables)
-        if self.etl is None:
-            whole = whole.select(self.schema.column_names).cast(self._types)
-        return whole, counts
+        # An ETL takes messages of one form together; producers may change it between two messages.
+        alike = [list(group) for _, group in groupby(tables, key=lambda one: one.schema)]
+        return [pa.concat_tables(group) for group in alike], counts
+
+    def _chosen(self, table: pa.Table) -> pa.Table:
+        """Return the columns of the schema in its types."""
+        for name in self.schema.column_names:
+            count = len(table.schema.get_all_field_indices(name))
+            if count != 1:
+                raise DataError("a column is missing" if not count else "a column occurs twice", value=name)
+        return table.select(self.schema.column_names).cast(self._types)
+
+
+def _check_object(value: bytes) -> None:
+    """Refuse what is no object, or nested deeply: Arrow's parser ends the process at `null` and at many brackets."""
+    body = value.strip(b" \t\r\n")
+    if body[:1] != b"{" or body[-1:] != b"}":
+        raise DataError("a message is not one JSON object", value=ascii(body[:40]))
+    if body.count(b"{") + body.count(b"[") > MAX_JSON_DEPTH:
+        parse_json(body, where="the message", error=DataError)
 
 
 def _in_json(kind: Any) -> Any:
