@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import platform
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
 import torch
+from pydantic import Field
 
 from viviane.config.base import Settings
 from viviane.core.errors import ExportError
@@ -38,6 +39,7 @@ _FAMILIES: Final = (
     "bf16",
     "i8mm",
 )
+_VERSION: Final = r"^[0-9]{1,6}\.[0-9]{1,6}$"
 
 
 class Requirements(Settings):
@@ -53,11 +55,11 @@ class Requirements(Settings):
         libraries: other packages that it needs.
     """
 
-    torch_from: str | None = None
-    torch_below: str | None = None
+    torch_from: str | None = Field(default=None, pattern=_VERSION)
+    torch_below: str | None = Field(default=None, pattern=_VERSION)
     architecture: str | None = None
     cpu_flags: tuple[str, ...] = ()
-    device: str = "cpu"
+    device: Literal["cpu", "cuda"] = "cpu"
     capability: str | None = None
     libraries: tuple[str, ...] = ()
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from viviane.core.errors import ConfigError, ExportError
+from viviane.export.forms.archive import check_archive
 from viviane.export.forms.form import Runner, Trace, check_space, quiet
 from viviane.export.machine import Requirements, capability, cpu_flags, this_minor
 from viviane.ops.dispatch import use_implementation
@@ -124,6 +125,7 @@ def load(folder: Path, files: tuple[str, ...], requires: Requirements, threads: 
     """
     from torch._inductor.package.package import load_package
 
+    check_archive(folder / files[0])  # torch unpacks it
     try:
         with quiet():
             package = load_package(str(folder / files[0]), num_runners=max(threads or 1, 1))

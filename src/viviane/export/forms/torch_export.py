@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from viviane.core.errors import ExportError
+from viviane.export.forms.archive import check_program_archive
 from viviane.export.forms.form import Runner, Trace, check_space, quiet
 from viviane.export.machine import Requirements, torch_version
 
@@ -40,10 +41,11 @@ def load(folder: Path, files: tuple[str, ...], requires: Requirements, threads: 
     """Read the program; operators of `viviane.export` are registered here.
 
     Raises:
-        ExportError: torch cannot read it.
+        ExportError: torch cannot read it, or would unpickle a part of it.
     """
     from viviane.export import operators  # noqa: F401 - registers them
 
+    check_program_archive(folder / files[0])
     try:
         with quiet():
             module = torch.export.load(folder / files[0]).module()
