@@ -6,8 +6,8 @@ working directory holds to FOLDER, which is what a kill at that moment would lea
 kills. See `States`.
 
 A write is what changes what other processes find under the working directory: a file opened for writing, a name made,
-renamed, exchanged or removed, a flush, and what pyarrow and DuckDB write without Python's knowledge. With n = 0 the
-program runs to its end and prints its writes as the last line, JSON.
+renamed, exchanged or removed, a flush, and what pyarrow, DuckDB and RocksDB write without Python's knowledge. With
+n = 0 the program runs to its end and prints its writes as the last line, JSON.
 """
 
 import hashlib
@@ -22,6 +22,7 @@ import pyarrow.parquet as pq
 
 from viviane.core import exchange
 from viviane.etl.engine import DuckDbEngine
+from viviane.store.rocks_database import RocksDatabase
 
 _NAMES = ("os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.link", "os.symlink", "os.truncate")
 
@@ -137,8 +138,12 @@ def main() -> None:
     writes.around(os, "fsync")
     writes.around(exchange, "exchange")
     writes.around(DuckDbEngine, "write")
+    writes.around(os, "write")
+    writes.around(os, "ftruncate")
     for method in ("__init__", "write_table", "close"):
         writes.around(pq.ParquetWriter, method)
+    for method in ("__init__", "family", "write", "flush", "close"):
+        writes.around(RocksDatabase, method)
     sys.addaudithook(writes.hook)
     sys.argv = ["viviane", *sys.argv[3:]]
     status = 0

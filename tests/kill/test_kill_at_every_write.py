@@ -1,14 +1,17 @@
-"""kill -9 at every write of what writes outputs (train, etl, generate, convert, save, export), new and over older ones.
+"""kill -9 at every write of what writes outputs (train, etl, generate, convert, save, export, index, tune, Triton's
+repository, a store), new and over older ones.
 
 Afterwards the older or the new output is whole, the next run works, and nothing is left behind. The quick tests kill.
 The slow ones run a program once and keep what its folder holds before each write, which is what a kill at that moment
 leaves; the next run starts from each of these states, and some of them are compared with those of real kills.
 """
 
+import contextlib
 import hashlib
 import json
 import re
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,14 +19,17 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from typer.testing import CliRunner
 
 from kill.killed import restore
+from viviane.cli.main import app
 from viviane.core.errors import VivianeError
 from viviane.data import Dataset
 from viviane.etl import FittedEtl
 from viviane.export import load as load_artifact
 from viviane.model.saving import verify_model
 from viviane.retrieval import ItemIndex, Recommender
+from viviane.serving.triton.repository import ModelPart
 from viviane.training import verify_checkpoint
 from warm import Warm
 
@@ -45,6 +51,18 @@ from viviane.retrieval import ItemKNN, Popularity, Recommender
 from viviane.retrieval.histories import Histories
 users = Histories.of([[3, 4, 5], [4, 5], [3, 5]])
 Recommender([ItemKNN.count(users, 6)]).save('out')
+"""
+SAVE_TOWERS = """
+from viviane import Schema, Solver
+from viviane.model import Model
+from viviane.zoo import TwoTower
+columns = [{'name': 'item', 'num_ids': 30}]
+columns += [{'name': 'seen', 'num_ids': 30, 'kind': 'sequence', 'max_length': 3, 'vocabulary': 'item'}]
+schema = Schema(labels=[{'name': 'click'}], categorical=columns)
+model = Model(Solver(batch_size=16, device='cpu', max_steps=1), schema)
+model.add(TwoTower(user='seen', item='item', dim=2, user_mlp=[2], item_mlp=[2], out_dim=2))
+model.compile()
+model.save('towers')
 """
 SEQUENCES = """
 from viviane.etl import SequenceConfig, sequences
@@ -74,15 +92,18 @@ class Case:
         older: a program that writes an older output before, or None.
         again: the next run, where it is not the same.
         outputs: what it writes, each old or new after a kill.
+        then: what one more run says, which has nothing left to do.
     """
 
     words: tuple[str, ...]
     older: tuple[str, ...] | None = None
     again: tuple[str, ...] | None = None
     outputs: tuple[str, ...] = ("out",)
+    then: str | None = None
 
 
 TRAIN = ("train", "c.json", "--run-folder", "run")
+TUNE = ("tune", "c.json", "-o", "out", "--trials", "2", "--search", "solver.lr=1e-4:0.1:log")
 TIERS = ("--config", "tiers.json")
 INCREMENTS = ("--set", "solver.incremental_checkpoints=2", "--set", "solver.checkpoint_every=1")
 GENERATE = ("generate", "out", *SMALL)
@@ -114,8 +135,27 @@ CASES = {
         ("export", "one", "--output", "out", "--to", "torchscript"),
         ("export", "two", "--output", "out", "--to", "torchscript"),
     ),
+    "torch-export over": Case(
+        ("export", "one", "--output", "out", "--to", "torch-export"),
+        ("export", "two", "--output", "out", "--to", "torch-export"),
+    ),
+    "onnx over": Case(
+        ("export", "one", "--output", "out", "--to", "onnx"), ("export", "two", "--output", "out", "--to", "onnx")
+    ),
     "index over": Case((SAVE_INDEX,), (SAVE_INDEX.replace("hnsw", "exact"),)),
     "recommender over": Case((SAVE_RECOMMENDER,), (SAVE_RECOMMENDER.replace("ItemKNN.", "Popularity."),)),
+    "index command": Case(("index", "build", "towers", "--kind", "hnsw"), outputs=("towers/index",)),
+    "index command over": Case(
+        ("index", "build", "towers", "--kind", "hnsw", "-o", "out"), ("index", "build", "towers", "-o", "out")
+    ),
+    "triton over": Case(
+        ("serve", "one", "--write-only", "out", "--device", "cpu"),
+        ("serve", "two", "--write-only", "out", "--device", "cpu"),
+    ),
+    "tune": Case(TUNE, outputs=("out/best.json",)),
+    "store import": Case(
+        ("store", "import", "one", "--config", "fresh.json"), outputs=("fresh",), then=": 0 rows written"
+    ),
     "key set over": Case(
         ("keyset", "data", "-o", "out.keys"), ("keyset", "other", "-o", "out.keys"), outputs=("out.keys",)
     ),
@@ -173,6 +213,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory, forked: Warm) -> Path:
     folder = tmp_path_factory.mktemp("inputs")
     (folder / "c.json").write_text(json.dumps(CONFIG))
     (folder / "tiers.json").write_text(json.dumps({"rocksdb": {"folder": "db"}}))
+    (folder / "fresh.json").write_text(json.dumps({"rocksdb": {"folder": "fresh"}}))
     for words in (("generate", "data", *SMALL), ("generate", "raw.txt", *SMALL, "--format", "criteo")):
         code, said, _ = execute(forked, folder, words)
         assert code == 0, said
@@ -191,25 +232,49 @@ def inputs_with_models(tmp_path_factory: pytest.TempPathFactory, inputs: Path, f
         (folder / "run/model").rename(folder / name)
         shutil.rmtree(folder / "run")
     words = (*TRAIN[:-1], "increments", *INCREMENTS, "--set", "solver.epochs=3", "--set", "solver.keep_checkpoints=3")
-    for more in (words, ("generate", "other", *SMALL, "--seed", "7"), ("store", "import", "one", *TIERS)):
+    others = (("generate", "other", *SMALL, "--seed", "7"), ("store", "import", "one", *TIERS), (SAVE_TOWERS,))
+    for more in (words, *others):
         code, said, _ = execute(forked, folder, more)
         assert code == 0, said
     shutil.copytree(folder / "increments", folder / "second")
     return folder
 
 
+def served_rows(database: Path) -> str:
+    """Return a hash of the rows that a server has with a store: those of the saved model where the store lacks them."""
+    with tempfile.TemporaryDirectory() as name, contextlib.chdir(name):
+        shutil.copytree(database, "fresh")
+        words = ["store", "export", str(database.parent / "one"), "--config", str(database.parent / "fresh.json")]
+        done = CliRunner().invoke(app, [*words, "--output", "rows"])
+        assert done.exit_code == 0, (done.output, done.exception)
+        files = sorted(one for one in Path("rows").rglob("*") if one.is_file())
+        assert sum(one.name == "rows.bin" and one.stat().st_size > 0 for one in files) == 2
+        return fingerprint(*files)
+
+
+def verified_repository(path: Path) -> None:
+    """Check that a model repository of Triton holds each of its models, whole."""
+    for name in json.loads((path / "viviane-triton.json").read_text())["models"]:
+        assert (path / name / "config.pbtxt").stat().st_size > 0
+        assert ModelPart.from_json_file(path / name / "1/session.json").path == "model"
+        verify_model(path / name / "1/model")
+
+
 LOADS: dict[str, Callable[[Path], object]] = {
-    "parity.json": load_artifact, "index.json": ItemIndex.load, "recommender.json": Recommender.load,
+    "parity.json": load_artifact, "viviane-triton.json": verified_repository, "index.json": ItemIndex.load,
+    "recommender.json": Recommender.load,
     "emb.C1": lambda path: [np.fromfile(path / name / "keys.i64", "<i8") for name in ("emb.C1", "emb.C2")],
     "_sequences.json": lambda path: pq.read_table(path / "part-00000.parquet"),
 }  # fmt: skip
 """How to verify other outputs, by a file in them."""
 
 
-def content(path: Path) -> str | None:
+def content(path: Path) -> str | None:  # noqa: PLR0911
     """Return a hash of an output that is whole, None where there is none; a damaged one fails."""
     if not path.exists() or path.is_file():
         return fingerprint(path) if path.exists() else None
+    if path.name == "fresh":
+        return served_rows(path)
     if (path / "files.json").exists():
         verify_model(path)
         return fingerprint(path / "weights" / "dense.safetensors")
@@ -287,6 +352,8 @@ def check_next_run(case: Case, prepared: Prepared, forked: Warm, place: Path) ->
     assert code == 0 or complete, said
     assert tuple(content(place / name) for name in case.outputs) == prepared.new
     assert hidden(place) == []
+    if case.then is not None:
+        assert case.then in execute(forked, place, case.again or case.words)[1]
     shutil.rmtree(place)
 
 

@@ -53,6 +53,11 @@ def write_bytes_atomic(path: str | Path | RemotePath, data: bytes) -> None:
     sync_folder(path.parent)
 
 
+def remove_unfinished(path: Path) -> None:
+    """Remove what a killed process has left of `write_bytes_atomic`; the caller keeps other writers out."""
+    hidden_name(path, "tmp").unlink(missing_ok=True)
+
+
 def _open_temporary(path: Path) -> tuple[Path, int]:
     """Open the temporary file of a path, which one process at a time holds; a killed process's leftover is reused."""
     name = hidden_name(path, "tmp")
