@@ -148,6 +148,7 @@ class Faults:
 
     def __init__(self, folder: Path, seed: int) -> None:
         self.outbox, self.database = str(folder / "outbox"), str(folder / "db")
+        Path(self.outbox).mkdir()
         self.random, self.counts = Random(seed), Counter[str]()
         self.context = multiprocessing.get_context("forkserver")
         self.context.set_forkserver_preload(["exactly_once"])

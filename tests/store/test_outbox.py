@@ -6,13 +6,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from viviane.core.errors import StoreError
+from viviane.core.errors import RemoteError, StoreError
 from viviane.store.delta import Delta, DeltaHeader, decode_delta
 from viviane.store.outbox import Outbox, read_outbox
 
@@ -152,3 +153,25 @@ def test_what_append_returned_from_survives_kill_9(tmp_path: Path) -> None:
             assert found == list(range(1, len(found) + 1))
             assert len(found) >= acknowledged
             acknowledged = len(found)
+
+
+def test_an_outbox_to_read_from_has_to_be_there(tmp_path: Path) -> None:
+    """A wrong path was noticed only when a delta was missing, and then called for a newer snapshot."""
+    from viviane.store.subscriber import DeltaSubscriber
+
+    class Target:
+        model = "ctr"
+
+    target: Any = Target()
+    with Outbox(tmp_path / "of another", "other"):
+        pass
+    (tmp_path / "file").write_text("x")
+    address = "kafka://127.0.0.1:1/updates"
+    for name, what in {"missing": "no such outbox", "file": "no such outbox", "of another": "another model"}.items():
+        with pytest.raises(StoreError, match=what):
+            DeltaSubscriber(address, target, outbox=tmp_path / name)
+    with pytest.raises(StoreError, match="no such outbox"):
+        list(read_outbox(tmp_path / "missing", "item", 0, 1, 2))
+    (tmp_path / "empty").mkdir()  # of a publisher that has not begun
+    with pytest.raises(RemoteError):
+        DeltaSubscriber(address, target, outbox=tmp_path / "empty", settings={"socket.timeout.ms": 300})

@@ -104,3 +104,25 @@ def test_a_file_that_is_damaged_is_an_error_of_the_store(tmp_path: Path) -> None
     with pytest.raises(StoreError, match="RocksDB cannot read"):
         tier.num_rows()
     database.close()
+
+
+def test_what_is_advised_fits_why_a_folder_cannot_be_opened(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    for place in (tmp_path / "file", tmp_path / "file/db", Path("/proc/db")):
+        with pytest.raises(StoreError, match=r"cannot be made[\s\S]*may write"):
+            RocksDatabase(place)
+    held = RocksDatabase(tmp_path / "db")
+    with pytest.raises(StoreError, match="close the process that has it open"):
+        RocksDatabase(tmp_path / "db")
+    held.close()
+    manifest = next((tmp_path / "db").glob("MANIFEST-*"))
+    manifest.write_bytes(b"damaged")
+    with pytest.raises(StoreError, match="fill it again"):
+        RocksDatabase(tmp_path / "db")
+
+
+def test_what_a_killed_process_has_probed_with_is_removed(tmp_path: Path) -> None:
+    RocksDatabase(tmp_path / "db").close()
+    (tmp_path / "db/viviane-probe").write_bytes(b"x")
+    RocksDatabase(tmp_path / "db").close()
+    assert not (tmp_path / "db/viviane-probe").exists()

@@ -16,6 +16,7 @@ from viviane.core.errors import ConfigError, DataError
 from viviane.data import Dataset
 
 _PADDING = 0
+_MATRICES = ("dense", "ids")
 
 
 class Batches(keras.utils.PyDataset):
@@ -90,6 +91,8 @@ def batches(
         )
     if columns not in ("names", "matrices"):
         raise ConfigError("no such layout", value=columns, allowed="'names', 'matrices'")
+    if columns == "matrices" and (taken := [name for name in bags if name in _MATRICES]):
+        raise ConfigError("a bag has the name of a matrix", value=taken[0], fix="columns='names', or rename the column")
     return Batches(dataset, columns, lengths or {}, first_epoch, batch_size=batch_size, shuffle=shuffle, seed=seed)
 
 

@@ -30,6 +30,7 @@ from viviane.serving.parameter_server.tables import ServedTables
 from viviane.serving.settings import SessionSettings
 from viviane.serving.statistics import Recorder, SessionStatistics
 from viviane.serving.versions import find_version
+from viviane.store.outbox import check_outbox
 from viviane.store.stream import StreamAddress
 from viviane.training.checkpoint.load import copy_dense
 from viviane.training.checkpoint.tensor_files import tensors_of_bytes
@@ -103,7 +104,9 @@ class InferenceSession:
         if tables is None and module is None and self.settings.table_dtype == "model":
             tables = tiers_if_too_large(folder, device)
         if tables is not None and tables.updates is not None:
-            # Before the model is loaded, which may take minutes: a dead broker or a missing topic raises at once.
+            # Before the model is loaded, which may take minutes: what is not there raises at once.
+            if tables.updates.outbox is not None:
+                check_outbox(tables.updates.outbox, tables.updates.model)
             StreamAddress.of(tables.updates.address).partitions(tables.updates.settings)
         model = load_model(
             folder, device, module, tables=tables, version=self.version, table_dtype=self.settings.table_dtype

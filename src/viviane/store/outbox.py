@@ -24,7 +24,7 @@ from typing import BinaryIO, Final, Self, TypeAlias
 
 from viviane.core.errors import StoreError
 from viviane.core.file_names import refuse_links
-from viviane.core.files import write_json_atomic
+from viviane.core.files import remove_unfinished, write_json_atomic
 from viviane.core.json_files import expected_form, read_json_object
 from viviane.core.locations import local_path
 from viviane.ops.crc32c import crc32c
@@ -87,6 +87,8 @@ class Outbox:
 
     def _read_identity(self, base: int) -> None:
         path, sent = self.folder / "outbox.json", self.folder / "sent.json"
+        for one in (path, sent):
+            remove_unfinished(one)
         if not path.exists():
             self.publisher, self.generation, self.base, self.weights = secrets.randbits(62), 1, base, 0
             self._write_identity()
@@ -262,8 +264,7 @@ def read_outbox(folder: str | Path, table: str, partition: int, first_seq: int, 
     Raises:
         StoreError: a file is damaged, or some of them are not there any more.
     """
-    wanted, place = first_seq, local_path(folder)
-    refuse_links(place, error=StoreError)
+    wanted, place = first_seq, _existing(folder)
     for path in _log_files(place):
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -275,6 +276,35 @@ def read_outbox(folder: str | Path, table: str, partition: int, first_seq: int, 
     if wanted <= last_seq:
         raise StoreError("the outbox no longer has a delta", where=f"{folder}, table {table!r}, partition {partition}",
                          value=f"seq {wanted}", fix="load a newer snapshot")  # fmt: skip
+
+
+def check_outbox(folder: str | Path, model: str | None = None) -> None:
+    """Refuse a folder that is not there, or is the outbox of another model; an empty one waits for its publisher.
+
+    Args:
+        folder: of the outbox.
+        model: whose deltas it has to hold; None: any.
+
+    Raises:
+        StoreError: with what is wrong.
+    """
+    path = _existing(folder) / "outbox.json"
+    if not path.exists():
+        return
+    content = read_json_object(path, error=StoreError)
+    if model is not None and content.get("model") != model:
+        raise StoreError("the outbox is of another model", where=str(path), value=str(content.get("model"))[:100],
+                         allowed=model, fix="name the outbox of the publisher that this server follows")  # fmt: skip
+
+
+def _existing(folder: str | Path) -> Path:
+    """Return the path of an outbox that is there."""
+    place = local_path(folder)
+    if not place.is_dir():
+        raise StoreError("there is no such outbox", where=str(place),
+                         fix="correct the path, or mount the publisher's folder")  # fmt: skip
+    refuse_links(place, error=StoreError)
+    return place
 
 
 def _log_files(folder: Path) -> list[Path]:

@@ -108,7 +108,7 @@ class RedisTier:
                 client = redis.Redis(*places[0], **options)
                 client.ping()
                 found = [places[0]] * self.partitions
-        except (redis.RedisError, OSError) as error:
+        except (redis.RedisError, redis.exceptions.RedisClusterException, OSError) as error:
             raise StoreError("no Redis server answers", where=self._where, value=str(error)[:200],
                              fix="start it, or check host, port, user and password") from error  # fmt: skip
         with self._lock:

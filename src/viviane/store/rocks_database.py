@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,6 +20,19 @@ from viviane.store.gate import Gate
 _log = get_logger("store.rocks")
 _SPARE_BYTES: Final = 1 << 20
 """Room for the small files that RocksDB makes when it opens a database."""
+_PROBE: Final = "viviane-probe"
+_OWN_NAME: Final = re.compile(
+    r"CURRENT|LOCK|IDENTITY|LOG(?:\.old\.\d+)?|(?:MANIFEST|OPTIONS)-\d+|\d+\.(?:log|sst|blob)|.*\.dbtmp"
+    r"|rocksdict-config\.json"
+)
+"""Files of a database that was killed before it was complete."""
+_FIX_OF_FOLDER: Final = "name a folder on a disk with room that this user may write"
+_FIXES: Final = {
+    "lock": "close the process that has it open, or name another folder",
+    "corruption": "name another folder, and fill it again: viviane store import",
+    "invalid argument": "name another folder: this one was written with other settings, or lacks files",
+}
+"""What to do, by what RocksDB's message has; its errors have no classes."""
 
 
 class RocksDatabase:
@@ -49,7 +63,8 @@ class RocksDatabase:
             raise StoreError("there is no RocksDB database to read", where=str(self.folder),
                              fix="correct the path, or open it once without read_only")  # fmt: skip
         refuse_links(self.folder, error=StoreError)
-        self.folder.parent.mkdir(parents=True, exist_ok=True)
+        if not read_only:
+            self._make_folder()
         self._gate, self._turn = Gate(), threading.RLock()
         self._families: dict[str, Any] = {}
         self._known: set[str] = set()
@@ -59,6 +74,20 @@ class RocksDatabase:
         self.is_open = True
         """It was not closed; also while it is opened again."""
         self._open(read_only)
+
+    def _make_folder(self) -> None:
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            (self.folder / _PROBE).unlink(missing_ok=True)  # of a process that was killed
+            others = [] if (self.folder / "CURRENT").exists() else sorted(
+                one.name for one in self.folder.iterdir() if not _OWN_NAME.fullmatch(one.name)
+            )  # fmt: skip
+        except OSError as error:
+            raise StoreError("the folder of the RocksDB database cannot be made", where=str(self.folder),
+                             value=error.strerror or str(error), fix=_FIX_OF_FOLDER) from error  # fmt: skip
+        if others:
+            raise StoreError("the folder holds something else than a RocksDB database", where=str(self.folder),
+                             value=others[0], fix="name an empty folder, or one that is not there yet")  # fmt: skip
 
     def _open(self, read_only: bool) -> None:
         rocks = self._rocks
@@ -70,7 +99,7 @@ class RocksDatabase:
         except Exception as error:
             raise StoreError(
                 "the RocksDB database cannot be opened", where=str(self.folder), value=str(error)[:300],
-                fix="close the process that has it open, or name another folder",
+                fix=_fix_of(str(error)),
             ) from error  # fmt: skip
         self._known = set(known)
 
@@ -208,7 +237,7 @@ class RocksDatabase:
     def _check_for_room(self, where: str) -> None:
         """See whether what RocksDB writes when it opens the database fits, before the open one is given up."""
         needed = _SPARE_BYTES + sum(path.stat().st_size for path in self.folder.glob("*.log"))
-        probe = self.folder / "viviane-probe"
+        probe = self.folder / _PROBE
         try:
             try:
                 with probe.open("wb") as file:
@@ -241,3 +270,11 @@ class RocksDatabase:
         with self._gate.alone(), self._turn:
             self.is_open = False
             self._close()
+
+
+def _fix_of(message: str) -> str:
+    low = message.lower()
+    for mark in ("permission denied", "read-only", "no space", "not a directory"):
+        if mark in low:
+            return _FIX_OF_FOLDER
+    return next((fix for mark, fix in _FIXES.items() if mark in low), _FIX_OF_FOLDER)

@@ -12,7 +12,7 @@ from viviane.core.errors import DataError, RemoteError, StoreError
 from viviane.core.logging import get_logger
 from viviane.data.streaming.topic import Message, Topic
 from viviane.store.applier import DeltaApplier, DeltaTarget, Visible
-from viviane.store.outbox import read_outbox
+from viviane.store.outbox import check_outbox, read_outbox
 from viviane.store.stream import StreamAddress
 
 _POLL_S: Final = 0.05
@@ -36,6 +36,7 @@ class DeltaSubscriber:
 
     Raises:
         RemoteError: no broker answers within 3 seconds, or there is no such topic.
+        StoreError: the outbox is not there, or is another model's.
     """
 
     def __init__(
@@ -44,6 +45,8 @@ class DeltaSubscriber:
     ) -> None:  # fmt: skip
         self.address = StreamAddress.of(address)
         self._settings = dict(settings or {})
+        if outbox is not None:
+            check_outbox(outbox, target.model)
         count = self.address.partitions(self._settings)
         repair = None if outbox is None else lambda *place: read_outbox(outbox, *place)
         self.applier = DeltaApplier(target, count, visible=visible, repair=repair)

@@ -6,6 +6,7 @@ import os
 import threading
 from typing import Final
 
+from viviane.core.locations import local_path
 from viviane.store.rocks_database import RocksDatabase
 
 _lock: Final = threading.Lock()
@@ -16,9 +17,10 @@ def take_database(folder: str, cache_bytes: int) -> RocksDatabase:
     """Open a folder, or return the database that is open there; `leave_database` closes it after its last user.
 
     Raises:
+        ConfigError: the folder is a URL.
         StoreError: another process has it open, or it is damaged.
     """
-    place = os.path.realpath(folder)
+    place = _place(folder)
     with _lock:
         database, users = _open.get(place, (None, 0))
         if database is None:
@@ -29,10 +31,14 @@ def take_database(folder: str, cache_bytes: int) -> RocksDatabase:
 
 def leave_database(folder: str) -> None:
     """Close a folder if it has no other user."""
-    place = os.path.realpath(folder)
+    place = _place(folder)
     with _lock:
         database, users = _open.pop(place)
         if users > 1:
             _open[place] = (database, users - 1)
         else:
             database.close()
+
+
+def _place(folder: str) -> str:
+    return os.path.realpath(local_path(folder))

@@ -100,7 +100,7 @@ class RocksSettings(Settings):
     """
 
     folder: str = Field(min_length=1)
-    cache_mb: int = Field(default=64, ge=1)
+    cache_mb: int = Field(default=64, ge=1, le=1 << 24)
 
 
 class UpdateSettings(Settings):
@@ -155,7 +155,7 @@ class TableSettings(Settings):
     updates: UpdateSettings | None = None
     strict: bool = False
     hit_rate_threshold: float = Field(default=1.0, gt=0, le=1)
-    deadline_ms: float | None = Field(default=None, gt=0)
+    deadline_ms: float | None = Field(default=None, gt=0, le=3_600_000)
 
     @model_validator(mode="after")
     def _keeps_updates(self) -> TableSettings:

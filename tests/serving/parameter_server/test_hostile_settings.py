@@ -1,0 +1,72 @@
+"""Clauses of tiers that nobody should write: refused with a message, or the bits of the model in memory."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import viviane as vv
+from viviane.core.errors import ConfigError, StoreError, VivianeError
+from viviane.serving import InferenceSession
+from viviane.store.rocks_database import RocksDatabase
+
+ROWS = {"item": [3, 4, 3, 29]}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, np.ndarray]:
+    schema = vv.Schema(labels=[{"name": "y"}], categorical=[{"name": "item", "num_ids": 30}])
+    model = vv.Model(vv.Solver(device="cpu"), schema)
+    model.add(vv.zoo.DeepFM(dim=4, deep_mlp=[8]))
+    model.compile()
+    folder = tmp_path_factory.mktemp("hostile") / "ctr"
+    model.save(folder)
+    return folder, model.predict(ROWS)[:, 0]
+
+
+HOSTILE: dict[str, dict[str, Any]] = {
+    "a cache of 10^12 MB": {"rocksdb": {"folder": "db", "cache_mb": 10**12}},
+    "a deadline of 10^300 ms": {"rocksdb": {"folder": "db"}, "deadline_ms": 1e300},
+    "a cluster that is not there": {"redis": {"address": "127.0.0.1:1", "cluster": True, "timeout_ms": 50}},
+    "a database at a URL": {"rocksdb": {"folder": "s3://bucket/db"}},
+    "an outbox that is not there": {"host": {}, "updates": {"address": "kafka://127.0.0.1:1/t", "outbox": "gone"}},
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_hostile_clauses(
+    kind: str, saved: tuple[Path, np.ndarray], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder, expected = saved
+    with pytest.raises(VivianeError), InferenceSession(folder, device="cpu", tables=HOSTILE[kind]) as session:
+        session.predict(ROWS)
+    assert {one.name for one in tmp_path.iterdir()} <= {"db"}
+    with InferenceSession(folder, device="cpu", tables={"rocksdb": {"folder": "db"}, "deadline_ms": 3.6e6}) as session:
+        assert np.array_equal(session.predict(ROWS), expected)
+
+
+def test_a_missing_outbox_is_named_before_a_broker_is_asked(saved: tuple[Path, np.ndarray], tmp_path: Path) -> None:
+    updates = {"address": "kafka://127.0.0.1:1/t", "outbox": str(tmp_path / "gone")}
+    with pytest.raises(StoreError, match=r"no such outbox[\s\S]*gone"):
+        InferenceSession(saved[0], device="cpu", tables={"host": {}, "updates": updates})
+
+
+def test_a_database_is_not_put_among_other_files(saved: tuple[Path, np.ndarray], tmp_path: Path) -> None:
+    before = sorted(one.name for one in saved[0].iterdir())
+    with pytest.raises(StoreError, match="something else"):
+        InferenceSession(saved[0], device="cpu", tables={"rocksdb": {"folder": str(saved[0])}})
+    assert sorted(one.name for one in saved[0].iterdir()) == before
+    (tmp_path / "db").mkdir()
+    for name in ("LOCK", "LOG", "IDENTITY"):  # of one that was killed while it was made
+        (tmp_path / "db" / name).touch()
+    RocksDatabase(tmp_path / "db").close()
+
+
+def test_a_huge_cache_is_refused_where_the_settings_are_read() -> None:
+    from viviane.serving.parameter_server.settings import TableSettings
+
+    for clause in ({"rocksdb": {"folder": "x", "cache_mb": 1 << 25}}, {"deadline_ms": 1e7}):
+        with pytest.raises(ConfigError, match="less than or equal"):
+            TableSettings.from_dict(clause)
