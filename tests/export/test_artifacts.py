@@ -113,6 +113,11 @@ CRAFTED = [
     (lambda b: b.update(inputs=[]), "at least 1"),
     (lambda b: b["forms"]["torchscript"]["requires"].update(torch_from="99.0"), "another version of torch"),
     (lambda b: b["forms"]["torchscript"]["requires"].update(torch_below="1.0"), "another version of torch"),
+    (lambda b: b["forms"]["torchscript"]["requires"].update(torch_from="new"), "match pattern"),
+    (lambda b: b["forms"]["torchscript"]["requires"].update(device="tpu"), "'cpu' or 'cuda'"),
+    (lambda b: b["inputs"][0].update(columns=[]), "not one of its columns"),
+    (lambda b: b["inputs"][0].update(kind="values", columns=[]), "not one of its columns"),
+    (lambda b: b["inputs"][0].update(shape=["batch", 1 << 40]), "not one of its columns"),
     (lambda b: b["forms"]["torchscript"]["requires"].update(architecture="vax"), "processor of another kind"),
     (lambda b: b["forms"]["torchscript"]["requires"].update(cpu_flags=["avx1024"]), "avx1024"),
 ]

@@ -28,6 +28,8 @@ from viviane.config import Solver
 from viviane.core.errors import VivianeError
 from viviane.core.files import file_sha256
 from viviane.data import Dataset, convert, write_dataset
+from viviane.export import export
+from viviane.export import load as load_artifact
 from viviane.model import Model
 from viviane.retrieval import Histories, ItemIndex, ItemKNN, Popularity, Recommender
 from viviane.schema import Schema
@@ -97,6 +99,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model.compile()
     model.fit(data)
     model.save(folder / "model")
+    export(folder / "model", ["torch-export", "torchscript"], folder / "exported", tables="beside")
     return folder
 
 
@@ -165,6 +168,28 @@ def targets() -> dict[str, Target]:
     def predict(folder: Path) -> None:
         Model.load(folder / "model", device="cpu").predict(ROW)
 
+    def run_form(form: Any) -> Callable[[Path], None]:
+        def run(folder: Path) -> None:
+            artifact = load_artifact(folder / "exported", form)
+            assert artifact.inputs
+            assert artifact.labels
+            assert repr(artifact)
+            artifact.parity.keys()
+            artifact.predict(ROW)
+
+        return run
+
+    exported = {
+        f"exported/{name}": Target(
+            f"exported/{name}", run_form("torch-export"), lambda f: seal_files(f / "exported"), mutation
+        )
+        for name, mutation in {"torch-export.pt2": None, "schema.json": None, "parity.json": None,
+                               "tables.safetensors": mutate_tensors}.items()
+    }  # fmt: skip
+    for form in ("torch-export", "torchscript"):
+        exported[f"manifest of {form}"] = Target(
+            "exported/manifest.json", run_form(form), lambda f: seal_manifest(f / "exported/manifest.json")
+        )
     arrays = {
         f"rec/{name}.npy": Target(
             f"rec/{name}.npy", recommend, lambda f: seal_sums(f / "rec/recommender.json"), mutate_array
@@ -207,6 +232,7 @@ def targets() -> dict[str, Target]:
         ),
         **log,
         **sets,
+        **exported,
         "manifest of weights": Target(
             "model/weights/manifest.json", predict, lambda f: seal_manifest(f / "model/weights/manifest.json")
         ),

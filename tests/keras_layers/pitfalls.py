@@ -181,3 +181,45 @@ def computed_keys():
             found.append((layer.get_weights()[0], np.array(history.history["loss"])))
         out[name] = max(float(np.abs(one - other).max()) for one, other in zip(*found, strict=True))
     return out
+
+
+def crafted_files():
+    """Rows of another type in a file, and settings that a layer cannot have: refused, not converted."""
+    import h5py
+
+    from viviane.core.errors import ConfigError
+
+    model, layer, _ = trained("own", lambda: keras.optimizers.SGD(0.1))
+    found = {}
+    with tempfile.TemporaryDirectory() as folder:
+        file = f"{folder}/m.weights.h5"
+        model.save_weights(file)
+        with h5py.File(file, "a") as content:
+            names: list[str] = []
+            content.visit(names.append)
+            place = next(name for name in names if name.endswith(".weight"))
+            rows = content[place][()]
+            for kind in ("int64", "complex64", "float64", "bool", "missing"):
+                del content[place]
+                if kind != "missing":
+                    content[place] = rows.astype(kind)
+                content.flush()
+                before = layer.get_weights()[0]
+                try:
+                    model.load_weights(file)
+                    found[kind] = "loaded"
+                except Exception as error:  # Keras' own, with the message of ours
+                    found[kind] = str(error)
+                assert np.array_equal(before, layer.get_weights()[0])
+                if kind == "missing":
+                    break
+    for change in ({"dynamic": 3}, {"dynamic": {"initial_capacity": "x"}}, {"optimizer": None}):
+        settings = {**layer.get_config(), "input_dim": None, **change}
+        if change == {"optimizer": None}:
+            del settings["optimizer"]
+        try:
+            vk.Embedding.from_config(settings)
+            found[str(change)] = "made"
+        except ConfigError as error:
+            found[str(change)] = error.what
+    return found

@@ -29,6 +29,7 @@ from networks import (
 )  # fmt: skip
 from pitfalls import (
     computed_keys,
+    crafted_files,
     fast_metrics,
     outside_of_training,
     partly_lost,
@@ -434,7 +435,7 @@ SCENARIOS = [
     sgd, sgd_twice, adagrad, adam, momentum, shared, schedule, rate_callback, epochs, lost_update, undifferentiated,
     evaluation, frozen, saving, summary, sixteen_bits, mixed, dynamic, bags, keras_rs_configs, own_configs,
     out_of_range, regularizer, rate_of_the_model, fit_again, jit, unaligned, dataset, strings, partly_lost,
-    outside_of_training, persistent_tape,
+    outside_of_training, persistent_tape, crafted_files,
     weights_in_memory, rate_after_loading, ways_to_run, fast_metrics, computed_keys, wide_keys, refused_keys,
     refused_in_training, taken_keys, mixed_types, fit_options, fit_refusals, several_devices,
     unused_output, files_of_weights, weighted_bag, batches_of_torch, uneven_rows, sequential,

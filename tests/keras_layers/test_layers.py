@@ -343,3 +343,12 @@ def test_a_sequential_in_both_forms(backend: str) -> None:
     found = result(backend, "sequential")
     assert found["same"]
     assert "as one list" in found["raised"]
+
+
+def test_files_that_keras_or_others_have_changed_are_refused(backend: str) -> None:
+    """Rows of another type were converted: complex ones lost a half, fractions of whole ones were zero."""
+    found = result(backend, "crafted_files")
+    for kind in ("int64", "complex64", "float64", "bool"):
+        assert "another type" in found[kind]
+    assert "lacks a part" in found["missing"]
+    assert all("made" not in one for one in found.values())

@@ -50,7 +50,7 @@ def command(
         raise ConfigError("the input or the output is missing", fix=fix)
     check_output(output, overwrite)
     count = _write(recommender, model, data, output, k, remove_seen=not keep_seen, overwrite=overwrite)
-    typer.echo(f"{output}: {k} items for each of {count:,} rows")
+    typer.echo(f"{output}: up to {k} items for each of {count:,} rows")
 
 
 def open_recommender(

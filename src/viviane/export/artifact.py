@@ -33,7 +33,7 @@ from viviane.export.manifest import (
 )
 from viviane.export.outside import read_model_tables
 from viviane.export.parity import Reference, compare
-from viviane.export.program import BATCH, Program, ProgramInput, batch_tensors, freeze
+from viviane.export.program import BATCH, DATA_KINDS, Program, ProgramInput, batch_tensors, data_inputs, freeze
 from viviane.export.tables import FrozenTables
 from viviane.model import Model
 from viviane.model.prediction import as_batches
@@ -261,6 +261,7 @@ def load(
     has_tables = any(one.kind == "table" for one in manifest.inputs)
     names = {*own.files, SCHEMA_FILE, PARITY_FILE, *({ETL_FILE, TABLES_FILE} & manifest.files.keys())}
     verify_files(path, manifest, names)
+    _check_inputs(manifest, path)
     constants: dict[str, Tensor] = {}
     if has_tables:
         if TABLES_FILE in names:
@@ -270,6 +271,15 @@ def load(
         constants = _fitting(manifest, constants, own.requires.device, path)
     run = form_module(chosen).load(path, own.files, own.requires, threads)
     return Artifact(path, manifest, chosen, run, constants)
+
+
+def _check_inputs(manifest: ExportManifest, path: Path) -> None:
+    """Refuse inputs that are made from columns other than those of the schema."""
+    known = {one.name: one for one in data_inputs(Schema.load(path))}
+    for one in manifest.inputs:
+        if one.kind in DATA_KINDS and known.get(one.name) != one:
+            raise ExportError("an input of the artifact is not one of its columns", where=str(path), value=one.name,
+                              allowed=", ".join(known), fix="use another copy")  # fmt: skip
 
 
 def _fitting(manifest: ExportManifest, found: Mapping[str, Tensor], device: str, path: Path) -> dict[str, Tensor]:

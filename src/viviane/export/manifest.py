@@ -16,7 +16,7 @@ import json
 from pathlib import Path, PurePosixPath
 from typing import Any, Final, Literal, TypeAlias
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import Field, NonNegativeInt, ValidationInfo, field_validator
 
 from viviane.config.base import Settings, load_json
 from viviane.core.errors import ExportError, VivianeError
@@ -66,7 +66,7 @@ class OutsideTable(Settings):
 
     input: str
     collection: str
-    tables: tuple[tuple[str, int, int], ...]
+    tables: tuple[tuple[str, NonNegativeInt, NonNegativeInt], ...] = Field(min_length=1)
 
 
 class Form(Settings):

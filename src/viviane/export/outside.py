@@ -40,7 +40,12 @@ def read_model_tables(manifest: ExportManifest, model: str | AnyPath | None, art
 
 def _read(outside: OutsideTable, saved: Manifest, folder: Path) -> Tensor:
     whole: Tensor | None = None
-    total = max(base + rows for _, base, rows in outside.tables)
+    total = 0
+    for name, base, rows in outside.tables:
+        if base != total:
+            raise ExportError("the tables of an input do not follow each other", where=f"{outside.input}, {name}",
+                              value=base, allowed=str(total), fix="use another copy")  # fmt: skip
+        total += rows
     for name, base, rows in outside.tables:
         full = f"{outside.collection}.{name}" if outside.collection else name
         entry = saved.tables.get(full)

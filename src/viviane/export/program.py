@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 import torch
 from pydantic import Field
@@ -29,6 +29,8 @@ from viviane.training.step.precision import Precision
 
 PrecisionName: TypeAlias = Literal["fp32", "bf16", "fp16"]
 Kind: TypeAlias = Literal["dense", "one_hot", "values", "lengths", "weights", "vectors", "mask", "table"]
+DATA_KINDS: Final = frozenset({"dense", "one_hot", "values", "lengths", "weights"})
+"""Kinds of inputs that are made from columns of the data."""
 BATCH = "batch"
 
 

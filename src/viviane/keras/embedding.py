@@ -57,7 +57,9 @@ class OneTable(TableLayer):
         self.embeddings_initializer = get_initializer(embeddings_initializer)
         self.embeddings_regularizer = keras.regularizers.get(embeddings_regularizer)
         self.row_dtype, self.table_name, self.out_of_range = row_dtype, table_name, out_of_range
-        self.dynamic = DynamicOptions(**dynamic) if isinstance(dynamic, dict) else dynamic
+        if dynamic is not None and not isinstance(dynamic, DynamicOptions):
+            dynamic = DynamicOptions.from_dict(dynamic, where=f"{self.where}, dynamic")
+        self.dynamic = dynamic
         self.key_dtype = key_type(key_dtype, self.dynamic is not None, self.where)
         self.rule = self._own_rule(self.rule)
         self._table()  # wrong settings are refused here
@@ -178,6 +180,8 @@ class OneTable(TableLayer):
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> OneTable:
         """Build a layer from `get_config`."""
+        if "optimizer" not in config:
+            raise ConfigError("the settings of a layer lack a key", value="optimizer")
         return cls(**{**config, "optimizer": load_optimizer(config["optimizer"])})
 
 

@@ -240,15 +240,24 @@ class TableLayer(keras.layers.Layer):
         given = {}
         for name, tensor in state.items():
             place = _stored(written.get(name, name))
-            if place not in names:
-                raise CheckpointError("the file lacks a part of a table", where=self.where, value=name)
-            given[name] = _to_tensor(np.asarray(store[place]), tensor.dtype)
+            given[name] = _to_tensor(self._given(store, place, name, _stored_type(tensor.dtype)), tensor.dtype)
         try:
             self.collection.load_state_dict(given)
         except RuntimeError as error:
             raise CheckpointError("the file does not fit the tables", where=self.where, value=str(error)) from error
         for variable in (self.anchor, self.learning_rate, self.iterations):
-            plain_assign(variable, np.asarray(store[f"own.{variable.name}"]))
+            plain_assign(variable, self._given(store, f"own.{variable.name}", variable.name))
+
+    def _given(self, store: Any, place: str, name: str, kind: np.dtype[Any] | None = None) -> np.ndarray[Any, Any]:
+        """Return an array of the file; conversions to its type could change numbers without a word."""
+        try:
+            array = np.asarray(store[place])
+        except (KeyError, TypeError, ValueError, AttributeError, OSError) as error:
+            raise CheckpointError("the file lacks a part of a table", where=self.where, value=name) from error
+        if array.dtype.kind not in "fiu" or (kind is not None and array.dtype != kind):
+            raise CheckpointError("a part of a table has another type", where=f"{self.where}, {name}",
+                                  value=str(array.dtype), allowed=str(kind or "a number"))  # fmt: skip
+        return array
 
     def _rows(self) -> dict[str, Tensor]:
         self.lookups.check()
@@ -302,6 +311,11 @@ def _plain(stored: str) -> str:
 def _to_numpy(tensor: Tensor) -> np.ndarray[Any, Any]:
     plain = tensor.detach().cpu().contiguous()
     return plain.view(torch.int16).numpy() if plain.dtype == torch.bfloat16 else plain.numpy()  # NumPy has none
+
+
+def _stored_type(dtype: torch.dtype) -> np.dtype[Any]:
+    found: np.dtype[Any] = _to_numpy(torch.empty(0, dtype=dtype)).dtype
+    return found
 
 
 def _to_tensor(array: np.ndarray[Any, Any], dtype: torch.dtype) -> Tensor:

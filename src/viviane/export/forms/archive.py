@@ -17,6 +17,7 @@ _PLAIN: Final = re.compile(
     r"archive_format|archive_version|byteorder|version|\.data/(?:version|serialization_id)|models/model\.json"
     r"|data/weights/weight_\d+|data/constants/tensor_\d+|extra/[^/]+"
 )
+_DAMAGED: Final = (zipfile.BadZipFile, OSError, ValueError, EOFError, RuntimeError, NotImplementedError)
 _FIX: Final = "do not use this file: it was altered, or was not written by `viviane export`"
 
 
@@ -40,7 +41,7 @@ def check_program_archive(file: Path) -> None:
         for info in _check_entries(archive, file):
             name = info.filename.partition("/")[2]
             if _CONFIG.fullmatch(name):
-                _check_config(archive.read(info), f"{file}, {info.filename}")
+                _check_config(_content(archive, info, file), f"{file}, {info.filename}")
             elif not _PLAIN.fullmatch(name) and (name != _SAMPLES or info.file_size):
                 raise ExportError("an entry of the archive could run code", where=str(file), value=info.filename,
                                   allowed="a graph and tensors", fix=_FIX)  # fmt: skip
@@ -49,7 +50,14 @@ def check_program_archive(file: Path) -> None:
 def _opened(file: Path) -> zipfile.ZipFile:
     try:
         return zipfile.ZipFile(file)
-    except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError) as error:
+    except _DAMAGED as error:
+        raise ExportError("not a readable archive", where=str(file), value=str(error)[:200], fix=_FIX) from error
+
+
+def _content(archive: zipfile.ZipFile, info: zipfile.ZipInfo, file: Path) -> bytes:
+    try:
+        return archive.read(info)
+    except _DAMAGED as error:
         raise ExportError("not a readable archive", where=str(file), value=str(error)[:200], fix=_FIX) from error
 
 

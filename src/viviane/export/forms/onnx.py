@@ -150,6 +150,9 @@ class _Run:
         self._names = [one.name for one in session.get_inputs()]
 
     def __call__(self, tensors: Sequence[Tensor]) -> Tensor:
+        if len(tensors) != len(self._names):
+            raise ExportError("the program does not fit the manifest", value=f"{len(tensors)} inputs",
+                              allowed=str(len(self._names)), fix="use another copy")  # fmt: skip
         given = {name: tensor.numpy(force=True) for name, tensor in zip(self._names, tensors, strict=True)}
         found = self._session.run(None, given)
         return torch.from_numpy(found[0] if len(found) == 1 else np.concatenate(found, 1))

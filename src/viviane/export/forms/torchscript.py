@@ -61,7 +61,14 @@ class _Run:
 
     def __call__(self, tensors: Sequence[Tensor]) -> Tensor:
         with torch.no_grad():
-            result: Tensor = self._module(*tensors)
+            try:
+                result: Tensor = self._module(*tensors)
+            except RuntimeError as error:
+                said = str(error).split("\n", 1)[0]
+                if not said.startswith("forward()"):  # the inputs are not those of the program
+                    raise
+                what = "the program does not fit the manifest"
+                raise ExportError(what, value=said[:200], fix="use another copy") from error
         return result
 
     def update(self, weights: Mapping[str, Tensor]) -> None:
