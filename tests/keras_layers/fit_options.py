@@ -179,6 +179,9 @@ def fit_refusals():
         other = kind(model.inputs, model.outputs)
         other.compile(keras.optimizers.SGD(0.1), "mse")
         found[name] = _raised(lambda other=other: _fast(other, {}))
+    other, _ = network("own", optimizer, activity_regularizer="l2")
+    other.compile(optimizer, "mse")
+    found["regularizer of the output"] = _raised(lambda: _fast(other, {}))
     model.compile(optimizer, "mse", steps_per_execution=2)
     found["several steps a call"] = _raised(lambda: _fast(model, {}))
     return found

@@ -39,7 +39,15 @@ from pitfalls import (
     ways_to_run,
     weights_in_memory,
 )  # fmt: skip
-from trials import batches_of_torch, files_of_weights, sequential, uneven_rows, unused_output, weighted_bag
+from trials import (
+    batches_of_torch,
+    files_of_weights,
+    sequential,
+    uneven_rows,
+    unused_output,
+    ways_through_graphs,
+    weighted_bag,
+)  # fmt: skip
 
 import viviane.keras as vk
 from viviane.config import SGD
@@ -438,7 +446,7 @@ SCENARIOS = [
     outside_of_training, persistent_tape, crafted_files,
     weights_in_memory, rate_after_loading, ways_to_run, fast_metrics, computed_keys, wide_keys, refused_keys,
     refused_in_training, taken_keys, mixed_types, fit_options, fit_refusals, several_devices,
-    unused_output, files_of_weights, weighted_bag, batches_of_torch, uneven_rows, sequential,
+    unused_output, files_of_weights, weighted_bag, batches_of_torch, uneven_rows, sequential, ways_through_graphs,
 ]  # fmt: skip
 
 

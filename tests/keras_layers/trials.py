@@ -8,6 +8,7 @@ import numpy as np
 from networks import BACKEND, DIM, KEYS, LABELS, SIZE, VOCABULARY, embedding, network, trained
 
 import viviane.keras as vk
+from viviane.embedding import FeatureConfig, TableConfig, UniformInit
 
 
 class Unused(keras.Model):
@@ -127,3 +128,61 @@ def sequential():
     except Exception as error:
         return {"same": bool((rows[0] == rows[1]).all()), "raised": str(error)}
     return {"same": False, "raised": ""}
+
+
+def _graph(variant):
+    """A model with three features, whose keys and vectors take another way in each variant; and its data."""
+    tables = [TableConfig(name=name, num_rows=VOCABULARY, dim=dim, init=UniformInit()) for name, dim in _WIDTHS.items()]
+    features = [FeatureConfig(name=name, table=name) for name in _WIDTHS]
+    bag = variant == "bag"
+    layer = vk.DistributedEmbedding(
+        features, tables=tables, optimizer=keras.optimizers.SGD(0.1), lengths={"c": 2} if bag else None
+    )
+    ids, second = keras.Input((4,), dtype="int32", name="ids"), keras.Input((1,), name="second")
+    columns = [ids[:, 1], ids[:, 2], ids[:, 2:4] if bag else ids[:, 3]]
+    if variant == "gaps":
+        columns = [ids[:, 0], ids[:, 3], ids[:, -3]]
+    elif variant == "two inputs":
+        columns[1] = second[:, 0]
+    found = layer(columns)
+    vectors = [found[name] for name in _WIDTHS]
+    if variant == "dense":
+        vectors.append(second)
+    joined = keras.layers.Concatenate()(vectors[::-1] if variant == "other order" else vectors)
+    if variant == "taken twice":
+        joined = keras.layers.Concatenate(axis=1)([joined, keras.ops.square(found["b"])])
+    out = keras.layers.Dense(1, kernel_initializer=keras.initializers.GlorotUniform(seed=1))(joined)
+    model = keras.Model({"ids": ids, "second": second}, out)
+    model.compile(keras.optimizers.SGD(0.1), "mse")
+    keys = np.concatenate([KEYS, KEYS[::-1, :1]], 1)[: 3 * SIZE]
+    return model, layer, {"ids": keys, "second": keys[:, 0] if variant == "two inputs" else keys[:, :1]}
+
+
+_WIDTHS = {"a": 4, "b": 2, "c": 4}
+
+
+def ways_through_graphs():
+    """Of each graph: how far the fast form is from the layer form; and what inputs of another shape raise."""
+    out = {}
+    for variant in ("columns", "gaps", "bag", "two inputs", "dense", "other order", "taken twice"):
+        found = []
+        for train in (keras.Model.fit, vk.fit):
+            keras.utils.set_random_seed(0)
+            model, layer, data = _graph(variant)
+            options = {"batch_size": SIZE, "shuffle": False, "verbose": 0}
+            history = train(model, data, LABELS[: 3 * SIZE], **options)
+            rows = [layer.collection.export_table(name).weight.numpy() for name in _WIDTHS]
+            found.append([np.array(history.history["loss"]), *rows])
+        out[variant] = max(float(np.abs(one - other).max()) for one, other in zip(*found, strict=True))
+    raised = {}
+    narrow = {**data, "ids": data["ids"][:, :3]}
+    for name, call in {
+        "shape": lambda: vk.fit(model, narrow, LABELS[: 3 * SIZE], verbose=0),
+        "matrix": lambda: layer(KEYS[:3]),  # a row for each feature: it was taken for the features' keys
+    }.items():
+        try:
+            call()
+            raised[name] = ""
+        except Exception as error:
+            raised[name] = str(error)
+    return {"apart": out, **raised}

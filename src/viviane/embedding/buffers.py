@@ -23,6 +23,7 @@ from viviane.ops.capture import is_capturing, reached
 
 _SMALL_BYTES = 1 << 20  # below, the allocator hands out warm memory by itself
 _MOST = 4
+_ALIGNED_BYTES = 64  # as torch's own memory; other frameworks copy what is not
 _WIDE_LOAD = 8  # numbers of 16 bits
 
 
@@ -73,8 +74,9 @@ class Buffers:
         if device.type != "cpu" or num_bytes < _SMALL_BYTES:
             return torch.empty(size, width, dtype=self.dtype, device=device)
         with self._lock:
-            flat = torch.from_numpy(self._free(num_bytes))
-        return flat[:num_bytes].view(self.dtype).view(size, width)
+            flat = torch.from_numpy(self._free(num_bytes + _ALIGNED_BYTES))
+        start = -flat.data_ptr() % _ALIGNED_BYTES
+        return flat[start : start + num_bytes].view(self.dtype).view(size, width)
 
     def _free(self, num_bytes: int) -> np.ndarray:
         for i in range(len(self._arrays)):

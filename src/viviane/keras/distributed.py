@@ -6,7 +6,7 @@ Shapes: B rows of the batch, L keys of a feature in each row, D the width of a f
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import keras
 import numpy as np
@@ -23,6 +23,9 @@ from viviane.keras.keys import checked_keys, host_keys, key_type
 from viviane.keras.layer import Held, TableLayer
 from viviane.keras.optimizers import Rule, for_dynamic, load_optimizer, save_optimizer
 from viviane.keras.table_configs import Feature, features_of, load_feature, save_feature
+
+_JOINED: Final = "keys of all features"
+"""The name under which the keys of all features, joined already, go through Keras as one input."""
 
 
 @keras.saving.register_keras_serializable(package="viviane")
@@ -75,6 +78,8 @@ class DistributedEmbedding(TableLayer):
         self.held = Held(optimizer)
         self.rule = rules
         self.features: tuple[Feature, ...] = tuple(features)
+        self._lengths = {one.name: one.length for one in features}
+        self._dims = {one.name: one.table.dim for one in features}
         self._returns_list = is_list and all(not isinstance(one, FeatureConfig) for one in given)
         is_dynamic = any(isinstance(one.table, DynamicTableConfig) for one in self.features)
         self.key_dtype = key_type(key_dtype, is_dynamic, self.where)
@@ -114,24 +119,33 @@ class DistributedEmbedding(TableLayer):
                 rows = keras.ops.convert_to_numpy(feature.initializer(shape, dtype="float32"))
                 collection.copy_rows(name, torch.from_numpy(np.array(rows)))
 
+    def __call__(self, inputs: Any, *args: Any, **options: Any) -> Any:
+        """Call the layer; tensors of keys that need no check go through Keras as one, which costs time for each."""
+        if self.built and not args and options.get("weights") is None:
+            keys = self._by_name(inputs)
+            lengths = [self._lengths[name] for name in self.columns.order]
+            matrix = backend_of().joined_keys([keys[name] for name in self.columns.order], lengths)
+            inputs = inputs if matrix is None else {_JOINED: matrix}
+        return super().__call__(inputs, *args, **options)
+
     def call(self, inputs: Any, weights: Any = None, training: Any = None) -> Any:
         """Look all features up: by feature (B, D), in the structure of the features."""
-        keys = self._by_name(inputs)
-        given = None if weights is None else self._by_name(weights)
-        ordered = self.columns.order
-        widths = {one.name: one.length for one in self.features}
-        parts = [self._matrix(keys[name], widths[name], name) for name in ordered]
-        matrix = parts[0] if len(parts) == 1 else keras.ops.concatenate(parts, axis=1)
-        scales = (
-            None if given is None else keras.ops.concatenate([self._weights(given, n, widths[n]) for n in ordered], 1)
-        )
+        matrix = inputs[_JOINED] if _is_joined(inputs) else self._joined(self._by_name(inputs))
+        scales = None
+        if weights is not None:
+            given = self._by_name(weights)
+            scales = keras.ops.concatenate([self._weights(given, n, self._lengths[n]) for n in self.columns.order], 1)
         flat = self.look_up(matrix, scales, training)
-        dims = {one.name: one.table.dim for one in self.features}
-        found = backend_of().split(flat, [dims[name] for name in ordered])
-        return self._structured(dict(zip(ordered, found, strict=True)))
+        return self._structured(self._split(flat))
+
+    def _joined(self, keys: Mapping[str, Any]) -> Any:
+        parts = [self._matrix(keys[name], self._lengths[name], name) for name in self.columns.order]
+        return parts[0] if len(parts) == 1 else keras.ops.concatenate(parts, axis=1)
 
     def keys_of_arrays(self, inputs: Any) -> Any:
         """Return the keys of each feature that are arrays as tensors of Keras' backend."""
+        if _is_joined(inputs):
+            return inputs
         own = {name: host_keys(one, self.key_dtype, self._place(name)) for name, one in self._by_name(inputs).items()}
         return own if isinstance(inputs, Mapping) else list(own.values())
 
@@ -144,27 +158,32 @@ class DistributedEmbedding(TableLayer):
         if len(order) != len(keys):
             raise ConfigError("bags with weights have no fast form", where=self.where, fix="use model.fit")
         found = {name: array_keys(one, self._place(name)) for name, one in zip(order, keys, strict=True)}
-        lengths = {one.name: one.length or 1 for one in self.features}
-        parts = [found[name].reshape(-1, lengths[name]) for name in self.columns.order]
+        parts = [found[name].reshape(-1, self._lengths[name] or 1) for name in self.columns.order]
         wide = any(part.dtype == torch.int64 for part in parts)
         whole = torch.cat([part.to(torch.int64) if wide else part for part in parts], 1)
         return self.columns.batch(whole.to(self.collection.device))
+
+    def input_order(self) -> Sequence[int]:
+        """Return which of the layer's inputs each feature of the key matrix is."""
+        return [self._input_order.index(name) for name in self.columns.order]
+
+    def output_order(self) -> Sequence[int]:
+        """Return which of the layer's outputs each feature of the lookup is."""
+        names = self._flat_order()
+        return [names.index(name) for name in self.columns.order]
 
     def _flat_order(self) -> list[str]:
         names = [one.name for one in self.features]
         return names if self._returns_list else keras.tree.flatten({name: name for name in names})
 
-    def split_rows(self, flat: torch.Tensor, keys: Sequence[Any]) -> list[torch.Tensor]:
-        """Return looked-up vectors as the layer's outputs."""
-        dims = {one.name: one.table.dim for one in self.features}
-        parts = torch.split(flat.to(getattr(torch, self.compute_dtype)), [dims[n] for n in self.columns.order], 1)
-        found = dict(zip(self.columns.order, parts, strict=True))
-        return [found[name].contiguous() for name in self._flat_order()]
+    def outputs_of(self, flat: Any) -> list[Any]:
+        """Return the vectors of each feature."""
+        found = self._split(flat)
+        return [found[name] for name in self._flat_order()]
 
-    def join_rows(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the gradients of those outputs as that of the lookup."""
-        found = dict(zip(self._flat_order(), gradients, strict=True))
-        return torch.cat([found[name] for name in self.columns.order], 1)
+    def _split(self, flat: Any) -> dict[str, Any]:
+        parts = backend_of().split(flat, [self._dims[name] for name in self.columns.order])
+        return dict(zip(self.columns.order, parts, strict=True))
 
     def _matrix(self, keys: Any, length: int | None, name: str) -> Any:
         checked = checked_keys(keys, self.key_dtype, self._place(name))
@@ -177,10 +196,15 @@ class DistributedEmbedding(TableLayer):
         return keras.ops.reshape(keras.ops.cast(weights[name], "float32"), (-1, length))
 
     def _by_name(self, inputs: Any) -> Mapping[str, Any]:
-        names = [one.name for one in self.features]
+        names = list(self._lengths)
         if not isinstance(inputs, Mapping):
-            if len(inputs) != len(names):
-                raise ConfigError("inputs are one for each feature", where=self.where, value=len(inputs))
+            if not isinstance(inputs, list | tuple) or len(inputs) != len(names):
+                value = len(inputs) if isinstance(inputs, list | tuple) else type(inputs).__name__
+                raise ConfigError(
+                    "inputs are one for each feature", where=self.where, value=value,
+                    allowed=f"a list of {len(names)}, or a dict", fix="pass the columns of a matrix one by one: "
+                    "[keys[:, i] for i in range(n)]",
+                )  # fmt: skip
             return dict(zip(names, inputs, strict=True))
         for name in names:
             if name not in inputs:
@@ -189,7 +213,7 @@ class DistributedEmbedding(TableLayer):
         return inputs
 
     def _structured(self, found: Mapping[str, Any]) -> Any:
-        names = [one.name for one in self.features]
+        names = list(self._lengths)
         return [found[name] for name in names] if self._returns_list else {name: found[name] for name in names}
 
     def compute_output_spec(self, inputs: Any, weights: Any = None, training: Any = None) -> Any:
@@ -229,3 +253,7 @@ class DistributedEmbedding(TableLayer):
         layer._returns_list = returns_list
         layer.rule = Rule(rule, rate, source if layer.rule.source is None else layer.rule.source)
         return layer
+
+
+def _is_joined(inputs: Any) -> bool:
+    return isinstance(inputs, Mapping) and _JOINED in inputs

@@ -109,14 +109,10 @@ class OneTable(TableLayer):
         plain = array_keys(keys[0], self.where)
         return self.columns.batch(plain.reshape(-1, self.columns.num_columns).to(self.collection.device))
 
-    def split_rows(self, flat: torch.Tensor, keys: Sequence[Any]) -> list[torch.Tensor]:
-        """Return looked-up vectors as the layer's output."""
-        shape = tuple(keys[0].shape) if self.columns.one_hot else (len(flat),)
-        return [flat.to(getattr(torch, self.compute_dtype)).view(*shape, self.output_dim)]
-
-    def join_rows(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the gradient of that output as that of the lookup."""
-        return gradients[0].reshape(-1, self.output_dim)
+    def step_input(self, flat: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+        """Return looked-up vectors in the shape of the layer's output."""
+        own = super().step_input(flat, shape)
+        return own.view(*shape, self.output_dim) if self.columns.one_hot else own
 
     @property
     def embeddings(self) -> Any:

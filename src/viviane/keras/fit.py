@@ -7,7 +7,7 @@ numbers are those of `model.fit`.
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from importlib import import_module
 from typing import Any, Final
 
@@ -16,7 +16,7 @@ import keras
 from viviane.core.errors import ConfigError
 from viviane.keras.backends import input_structure
 from viviane.keras.feeding import EpochFeed, batch_list, is_arrays, split_samples
-from viviane.keras.keys import refuse_cut
+from viviane.keras.graph import KeyReader, Rest
 from viviane.keras.layer import TableLayer, table_layers
 
 _BATCH_SIZE: Final = 32
@@ -55,24 +55,11 @@ class FastTrainer:
         for layer in self.layers:
             if layer.rule.rate is None:
                 layer.follow(model.optimizer)
-        sources = [keras.tree.flatten(layer.input) for layer in self.layers]
-        inputs = list(keras.tree.flatten(model.inputs))
-        self._num_inputs = len(inputs)
-        places = {id(tensor): i for i, tensor in enumerate(inputs)}
-        computed = [one for own in sources for one in own if id(one) not in places]
-        self._keys_model = keras.Model(inputs, computed) if computed else None
-        places |= {id(one): len(inputs) + i for i, one in enumerate(computed)}
-        self._places = [[places[id(one)] for one in own] for own in sources]
-        """By layer, where its keys are among the model's inputs and, behind those, what is computed from them."""
-        outputs = [keras.tree.flatten(layer.output) for layer in self.layers]
-        self._num_outputs = [len(own) for own in outputs]
-        rows = [one for own in outputs for one in own]
-        self.rest = keras.Model([*inputs, *rows], model.outputs)
         if not model.optimizer.built:
             model.optimizer.build(model.trainable_variables)
         backend = import_module(f"viviane.keras.backends.{keras.backend.backend()}_steps")
-        self._steps = backend.Steps(model, self.rest, self.layers, jit_compile)
-        self._compute_keys = None if self._keys_model is None else self._steps.function_of(self._keys_model)
+        self._steps = backend.Steps(model, Rest(model, self.layers), self.layers, jit_compile)
+        self._keys = KeyReader(model, self.layers, self._steps.function_of)
 
     def train_on_batch(self, x: Any, y: Any, sample_weight: Any = None) -> dict[str, float]:
         """Train on a batch, and return the metrics since `reset_metrics`."""
@@ -83,25 +70,20 @@ class FastTrainer:
     def step(self, x: Any, y: Any, sample_weight: Any = None) -> dict[str, Any]:
         """Train on a batch; metrics are of the backend's own type. `sync` puts the weights into the model."""
         inputs = self._inputs(x)
-        whole = inputs if self._keys_model is None else [*inputs, *self._computed_keys(inputs)]
-        rows: list[Any] = []
-        numbers = []
-        for layer, places in zip(self.layers, self._places, strict=True):
-            keys = [whole[place] for place in places]
-            number, flat = layer.lookups.begin(layer.key_batch(keys))
+        flats, numbers = [], []
+        for layer, (batch, shape) in zip(self.layers, self._keys.batches(inputs), strict=True):
+            number, flat = layer.lookups.begin(batch)
             numbers.append(number)
-            rows += layer.split_rows(flat, keys)
+            flats.append(layer.step_input(flat, shape))
         try:
-            logs, gradients, rates, scale = self._steps.train(inputs, rows, y, sample_weight)
+            logs, gradients, rates, scale = self._steps.train(inputs, flats, y, sample_weight)
         except BaseException:
             for layer in self.layers:
                 layer.lookups.discard()
             raise
-        start = 0
-        for layer, number, count, rate in zip(self.layers, numbers, self._num_outputs, rates, strict=True):
-            own = gradients[start : start + count]
-            layer.lookups.end(number, layer.join_rows(own), rate, 1.0 / scale)
-            start += count
+        for layer, number, own, rate in zip(self.layers, numbers, gradients, rates, strict=True):
+            matrix = own if own.dim() == 2 else own.reshape(-1, own.shape[-1])
+            layer.lookups.end(number, matrix, rate, 1.0 / scale)
         return logs  # type: ignore[no-any-return]
 
     def sync(self) -> None:
@@ -121,16 +103,9 @@ class FastTrainer:
                 raise ConfigError("the data lack an input", value=", ".join(missing), allowed=", ".join(map(str, x)))
             x = {name: x[name] for name in names} if isinstance(wanted, dict) else [x[name] for name in names]
         flat = list(keras.tree.flatten(x))
-        if len(flat) != self._num_inputs:
-            raise ConfigError("inputs are not the model's", value=len(flat), allowed=str(self._num_inputs))
+        if len(flat) != self._keys.num_inputs:
+            raise ConfigError("inputs are not the model's", value=len(flat), allowed=str(self._keys.num_inputs))
         return flat
-
-    def _computed_keys(self, inputs: Sequence[Any]) -> list[Any]:
-        assert self._compute_keys is not None
-        for tensor, one in zip(keras.tree.flatten(self.model.inputs), inputs, strict=True):
-            refuse_cut(one, f"input {tensor.name!r}")
-        given = [keras.ops.convert_to_tensor(one) for one in inputs]
-        return [keras.ops.convert_to_numpy(one) for one in self._compute_keys(given)]
 
 
 def _checked_layers(model: Any) -> list[TableLayer]:
@@ -151,6 +126,12 @@ def _checked_layers(model: Any) -> list[TableLayer]:
             )  # fmt: skip
         if not layer.trainable:
             raise ConfigError("a frozen table layer has no fast form", where=layer.where, fix="use model.fit")
+        if layer.activity_regularizer is not None:
+            raise ConfigError(
+                "the fast form has no activity regularizer of a table layer", where=layer.where,
+                value=type(layer.activity_regularizer).__name__,
+                fix="use model.fit, or put keras.layers.ActivityRegularization behind the layer",
+            )  # fmt: skip
     return layers
 
 

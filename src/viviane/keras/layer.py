@@ -21,6 +21,7 @@ from viviane.core.errors import CheckpointError, ConfigError
 from viviane.embedding import FeatureConfig, TableCollection
 from viviane.embedding.dynamic_config import AnyTable
 from viviane.embedding.external import ExternalLookups, KeyColumns
+from viviane.embedding.whole_keys import array_keys
 from viviane.keras.backends import backend_of, table_device
 from viviane.keras.optimizers import Rule, rule_of
 from viviane.keras.weights import keep_rows, plain_assign, rows_alone
@@ -175,13 +176,33 @@ class TableLayer(keras.layers.Layer):
         """Return what to look up for the layer's inputs, one array each in the order of `keras.tree.flatten`."""
         raise NotImplementedError
 
-    def split_rows(self, flat: Tensor, keys: Sequence[Any]) -> list[Tensor]:
-        """Return looked-up vectors (B, W) as the layer's outputs, in the order of `keras.tree.flatten`."""
-        raise NotImplementedError
+    def matrix_batch(self, keys: Any) -> Batch:
+        """Return what to look up for a matrix of keys of int32 or int64, (B, K), in the order of `columns`."""
+        return self.columns.batch(array_keys(keys, self.where).to(self.collection.device))
 
-    def join_rows(self, gradients: Sequence[Tensor]) -> Tensor:
-        """Return the gradients of those outputs as that of the lookup, (B, W)."""
-        raise NotImplementedError
+    def input_order(self) -> Sequence[int] | None:
+        """Return which of the layer's inputs each part of the key matrix is; None where it is not made of them."""
+        return None
+
+    def output_order(self) -> Sequence[int] | None:
+        """Return which of the layer's outputs each part of the lookup is; None where they are not its columns."""
+        return None
+
+    def step_input(self, flat: Tensor, shape: Sequence[int]) -> Tensor:
+        """Return looked-up vectors (B, W) as the compiled step takes them.
+
+        Args:
+            flat: the vectors.
+            shape: of the layer's first input.
+        """
+        return flat.to(getattr(torch, self.compute_dtype))
+
+    def outputs_of(self, flat: Any) -> list[Any]:
+        """Return the layer's outputs, in the order of `keras.tree.flatten`, given what `step_input` gave.
+
+        This is called inside of the step, with a tensor of the backend.
+        """
+        return [flat]
 
     def follow(self, optimizer: Any) -> None:
         """Take the rate from an optimizer, now and whenever a callback sets it; arithmetic that is given stays.

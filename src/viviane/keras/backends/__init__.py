@@ -24,6 +24,12 @@ class Backend(Protocol):
     def whole_keys(self, keys: Any, where: str) -> Any:
         """Return floats or unsigned numbers as int32 or int64, checked; by a call of the host in compiled code."""
 
+    def joined_keys(self, parts: Sequence[Any], lengths: Sequence[int | None]) -> Any:
+        """Return keys of several features, (B,) or (B, L) each, as a matrix (B, K) at once; None: one by one.
+
+        Where the framework runs the layer in Python, and all of them are of one type that needs no check.
+        """
+
     def split(self, flat: Any, widths: Sequence[int]) -> Sequence[Any]:
         """Split (B, W) by columns so that backward joins the gradients; that of a slice would be as wide as (B, W)."""
 

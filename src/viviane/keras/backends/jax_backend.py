@@ -39,6 +39,10 @@ def eagerly() -> AbstractContextManager[Any]:
     return _jax().ensure_compile_time_eval()  # type: ignore[no-any-return]
 
 
+def joined_keys(parts: Sequence[Any], lengths: Sequence[int | None]) -> Any:
+    """Return None: a step is traced once."""
+
+
 def split(flat: Any, widths: Sequence[int]) -> Sequence[Any]:
     """Split (B, W) by columns."""
     return _jax().numpy.split(flat, list(accumulate(widths))[:-1], 1)  # type: ignore[no-any-return]

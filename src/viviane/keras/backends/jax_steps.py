@@ -14,7 +14,7 @@ from viviane.keras.backends import input_structure
 
 
 class Steps:
-    """Steps of a model; `rest` is the model from its inputs and rows on."""
+    """Steps of a model; `rest` is the model from its inputs and lookups on."""
 
     def __init__(self, model: Any, rest: Any, layers: Sequence[Any], jit_compile: bool | None) -> None:
         self._jax = require("jax", extra="jax", purpose="Keras on JAX")
@@ -29,9 +29,9 @@ class Steps:
         self._state: tuple[list[Any], list[Any]] | None = None
         self._ready = False
 
-    def train(self, inputs: Sequence[Any], rows: Sequence[torch.Tensor], y: Any, weight: Any) -> Any:
-        """Train on a batch: metrics, gradients of rows, rates, the loss scale."""
-        given = [self._jax.dlpack.from_dlpack(row) for row in rows]
+    def train(self, inputs: Sequence[Any], flats: Sequence[torch.Tensor], y: Any, weight: Any) -> Any:
+        """Train on a batch: metrics, gradients of lookups, rates, the loss scale."""
+        given = [self._jax.dlpack.from_dlpack(flat) for flat in flats]
         as_array = _own_array if self._is_eager else _array
         inputs, y, weight = keras.tree.map_structure(as_array, (list(inputs), y, weight))
         if self._state is None or not self._ready:
@@ -66,7 +66,7 @@ class Steps:
 
         return call
 
-    def _build_metrics(self, inputs: Sequence[Any], rows: Sequence[Any], y: Any, weight: Any) -> None:
+    def _build_metrics(self, inputs: Sequence[Any], flats: Sequence[Any], y: Any, weight: Any) -> None:
         """Let metrics make their variables, as they do with their first batch: inside of the step they could not."""
         model = self._model
         if all(getattr(one, "built", True) for one in model.metrics):
@@ -74,7 +74,7 @@ class Steps:
         given, y = keras.tree.map_structure(keras.ops.convert_to_tensor, (list(inputs), y))
         if weight is not None:
             weight = keras.tree.map_structure(keras.ops.convert_to_tensor, weight)
-        predicted = self._rest([*given, *rows], training=False)
+        predicted = self._rest(given, flats, training=False)
         x = keras.tree.pack_sequence_as(input_structure(model), given)
         model.compute_loss(x, y, predicted, weight, training=False)
         model.compute_metrics(x, y, predicted, weight)
@@ -85,20 +85,20 @@ class Steps:
         self._others += [one for one in self._model.metrics_variables if id(one) not in known]
         return self._others
 
-    def _step(self, trained: Any, others: Any, inputs: Any, rows: Any, y: Any, weight: Any) -> Any:
+    def _step(self, trained: Any, others: Any, inputs: Any, flats: Any, y: Any, weight: Any) -> Any:
         model, jax = self._model, self._jax
         x = keras.tree.pack_sequence_as(input_structure(model), inputs)
 
-        def loss_of(trained: Any, rows: Any) -> Any:
+        def loss_of(trained: Any, flats: Any) -> Any:
             mapping = [*zip(self._trained, trained, strict=True), *zip(self._others, others, strict=True)]
             with keras.StatelessScope(state_mapping=mapping, collect_losses=True) as scope:
-                predicted = self._rest([*inputs, *rows], training=True)
+                predicted = self._rest(inputs, flats, training=True)
                 loss = model.compute_loss(x, y, predicted, weight, training=True)
                 scaled = model.optimizer.scale_loss(loss)
             return scaled, (loss, predicted, [_now(scope, one, v) for one, v in zip(self._others, others, strict=True)])
 
         (_, (loss, predicted, after)), gradients = jax.value_and_grad(loss_of, argnums=(0, 1), has_aux=True)(
-            trained, rows
+            trained, flats
         )
         mapping = [*zip(self._trained, trained, strict=True), *zip(self._others, after, strict=True)]
         with keras.StatelessScope(state_mapping=mapping) as scope:

@@ -56,6 +56,10 @@ def to_tensorflow(tensor: Tensor) -> Any:
     return dlpack.from_dlpack(plain.__dlpack__())
 
 
+def joined_keys(parts: Sequence[Any], lengths: Sequence[int | None]) -> Any:
+    """Return None: a step is traced once."""
+
+
 def split(flat: Any, widths: Sequence[int]) -> Sequence[Any]:
     """Split (B, W) by columns."""
     return _tensorflow().split(flat, list(widths), 1)  # type: ignore[no-any-return]

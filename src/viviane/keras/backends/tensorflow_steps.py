@@ -15,7 +15,7 @@ from viviane.keras.backends.tensorflow_backend import to_tensorflow
 
 
 class Steps:
-    """Steps of a model; `rest` is the model from its inputs and rows on."""
+    """Steps of a model; `rest` is the model from its inputs and lookups on."""
 
     def __init__(self, model: Any, rest: Any, layers: Sequence[Any], jit_compile: bool | None) -> None:
         self._tf = require("tensorflow", extra="tensorflow", purpose="Keras on TensorFlow")
@@ -24,13 +24,13 @@ class Steps:
         whole = self._tf.function(self._step, jit_compile=wanted, reduce_retracing=True)
         self._compiled = self._step if model.run_eagerly else whole
 
-    def train(self, inputs: Sequence[Any], rows: Sequence[torch.Tensor], y: Any, weight: Any) -> Any:
-        """Train on a batch: metrics, gradients of rows, rates, the loss scale."""
+    def train(self, inputs: Sequence[Any], flats: Sequence[torch.Tensor], y: Any, weight: Any) -> Any:
+        """Train on a batch: metrics, gradients of lookups, rates, the loss scale."""
         tf = self._tf
         given = [tf.convert_to_tensor(one) for one in inputs]
         labels = tf.nest.map_structure(tf.convert_to_tensor, y)
         scales = None if weight is None else tf.nest.map_structure(tf.convert_to_tensor, weight)
-        leaves = [to_tensorflow(row) for row in rows]
+        leaves = [to_tensorflow(flat) for flat in flats]
         logs, gradients, rates, scale = self._compiled(given, leaves, labels, scales)
         found = [_to_torch(one) for one in gradients]
         return logs, found, [float(np.asarray(rate)) for rate in rates], float(np.asarray(scale))
@@ -43,17 +43,17 @@ class Steps:
 
         return compute if self._model.run_eagerly else self._tf.function(compute, reduce_retracing=True)
 
-    def _step(self, inputs: Any, rows: Any, y: Any, weight: Any) -> Any:
+    def _step(self, inputs: Any, flats: Any, y: Any, weight: Any) -> Any:
         tf, model = self._tf, self._model
         x = tf.nest.pack_sequence_as(input_structure(model), inputs)
         with tf.GradientTape() as tape:
-            tape.watch(rows)
-            predicted = self._rest([*inputs, *rows], training=True)
+            tape.watch(flats)
+            predicted = self._rest(inputs, flats, training=True)
             loss = model.compute_loss(x, y, predicted, weight, training=True)
             scaled = model.optimizer.scale_loss(loss)
         weights = model.trainable_variables
         plain = [getattr(one, "value", one) for one in weights]
-        gradients, found = tape.gradient(scaled, [plain, rows], unconnected_gradients=tf.UnconnectedGradients.ZERO)
+        gradients, found = tape.gradient(scaled, [plain, flats], unconnected_gradients=tf.UnconnectedGradients.ZERO)
         rates = [layer.next_rate() for layer in self._layers]
         scale = model.optimizer.scale_loss(tf.ones(()))
         model._loss_tracker.update_state(loss, sample_weight=tf.shape(inputs[0])[0])

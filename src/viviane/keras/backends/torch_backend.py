@@ -30,6 +30,19 @@ def eagerly() -> AbstractContextManager[Any]:
     return keras.device("cpu")  # type: ignore[no-any-return]
 
 
+def joined_keys(parts: Sequence[Any], lengths: Sequence[int | None]) -> Tensor | None:
+    """Return keys of several features, (B,) or (B, L) each, as a matrix (B, K) at once; None: one by one."""
+    first = parts[0]
+    if type(first) is not Tensor or first.dtype not in (torch.int32, torch.int64) or first.device.type == "meta":
+        return None
+    if any(type(one) is not Tensor or one.dtype != first.dtype for one in parts):
+        return None
+    matrices = [one.reshape(-1, length or 1) for one, length in zip(parts, lengths, strict=True)]
+    if torch.compiler.is_compiling() or any(len(one) != len(matrices[0]) for one in matrices):
+        return None
+    return torch.cat(matrices, 1)
+
+
 def split(flat: Tensor, widths: Sequence[int]) -> Sequence[Tensor]:
     """Split (B, W) by columns; `keras.ops.split` would slice."""
     return torch.split(flat, list(widths), 1)

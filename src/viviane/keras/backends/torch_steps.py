@@ -12,21 +12,21 @@ from viviane.keras.backends import input_structure
 
 
 class Steps:
-    """Steps of a model; `rest` is the model from its inputs and rows on."""
+    """Steps of a model; `rest` is the model from its inputs and lookups on."""
 
     def __init__(self, model: Any, rest: Any, layers: Sequence[Any], jit_compile: bool | None) -> None:
         self._model, self._layers = model, layers
         wanted = model.jit_compile is True if jit_compile is None else jit_compile
-        self._rest = torch.compile(rest) if wanted and not model.run_eagerly else rest
+        self._rest = torch.compile(rest.__call__) if wanted and not model.run_eagerly else rest
 
-    def train(self, inputs: Sequence[Any], rows: Sequence[torch.Tensor], y: Any, weight: Any) -> Any:
-        """Train on a batch: metrics, gradients of rows, rates, the loss scale."""
+    def train(self, inputs: Sequence[Any], flats: Sequence[torch.Tensor], y: Any, weight: Any) -> Any:
+        """Train on a batch: metrics, gradients of lookups, rates, the loss scale."""
         model = self._model
-        leaves = [row.detach().requires_grad_() for row in rows]
+        leaves = [flat.detach().requires_grad_() for flat in flats]
         given = [keras.ops.convert_to_tensor(one) for one in inputs]
         labels = keras.tree.map_structure(keras.ops.convert_to_tensor, y)
         scales = None if weight is None else keras.tree.map_structure(keras.ops.convert_to_tensor, weight)
-        predicted = self._rest([*given, *leaves], training=True)
+        predicted = self._rest(given, leaves, training=True)
         model.zero_grad()
         x = keras.tree.pack_sequence_as(input_structure(model), given)
         loss = model.compute_loss(x, labels, predicted, scales, training=True)
