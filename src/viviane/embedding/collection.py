@@ -261,10 +261,11 @@ class EmbeddingCollection(LocalCollection):
         """Do what `look_up_apart` does, without a watch of gradients; return the masks of "concat" features as well."""
         size, parts, masks = self._resolved(batch, self.training)
         arrive(parts)
+        device = self.device
         moves = any(part.tables for part in parts)
         if moves:
             prepare(parts, size, self._width)
-        flat = gather(parts, size, self._width, self._output_memory(self.device)[0])
+        flat = gather(parts, size, self._width, self._output_memory(device)[0])
         return flat, masks, partial(hand_over, parts) if moves else None
 
     def all_rows(self, table: str) -> Tensor:

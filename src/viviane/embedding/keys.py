@@ -21,6 +21,7 @@ from viviane.core.errors import DataError, KeyRangeError, VivianeError
 from viviane.embedding.config import TableConfig
 from viviane.ops.capture import is_capturing, refuse_capture
 from viviane.ops.key_rows import (
+    CLEAN,
     HASH,
     RAISE,
     REPLACE,
@@ -356,7 +357,7 @@ class RowMap(_KeyMap):
         if raises and keys.is_cuda and is_capturing(device):
             kept = self.violations.words_for(name, device)
         rows, record = key_rows(keys, self._rules, self._columns, kept, out)
-        if raises:
+        if raises and record is not CLEAN:
             report(KeyOutOfRange(record, origin, self.features, self.tables, offsets), self.violations, name)
         return rows
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -73,6 +73,18 @@ class RuleRange:
         return self.optimizer is not None and rule_of(self.optimizer).uses_step
 
 
+class _Launch(NamedTuple):
+    """What one launch moves: neighbouring tables of one rule, and views of their rows and state."""
+
+    start: int
+    stop: int
+    tables: tuple[str, ...]
+    rule: AnyOptimizer
+    weight: Tensor
+    state: dict[str, Tensor]
+    by_count: bool
+
+
 class Storage(TableStorage):
     """The rows of all tables of one width and type, with two last rows that are always zero.
 
@@ -126,7 +138,7 @@ class Storage(TableStorage):
         self._gradient_stride = (0, 0)
         """An output's width, and how far apart the rows of its last gradient began."""
         self._scratch = Scratch()
-        self._launches: tuple[int, frozenset[str], list[tuple[int, int, int, tuple[str, ...]]]] | None = None
+        self._launches: tuple[int, frozenset[str], Tensor, list[_Launch]] | None = None
         """The result of `_ranges`, and what it was made for."""
         self.row_mean: RowMean | None = None
         self.snapshots: dict[int, RowSnapshot] = {}
@@ -151,6 +163,9 @@ class Storage(TableStorage):
                 state = torch.empty(shape, dtype=torch.float32, device=device)
                 advise_huge_pages(state)
                 self.register_buffer(f"{name}_{i}", state.fill_(value), persistent=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_launches": None}  # views, which pickle would make tables of their own of
 
     def follow_changes(self) -> None:
         """Note from now on which rows change; what changed before is forgotten."""
@@ -417,17 +432,15 @@ class Storage(TableStorage):
             rows = rows.to(torch.int64)
             before = weight.index_select(0, rows)
         with self._updating(entries.rows):
-            for index, start, stop, tables in self._ranges(active):
-                rule = self.rule_ranges[index].optimizer
-                assert rule is not None
-                if self._by_count(index):
-                    self.steps.bind_shared(tables)
-                names, first_name = self._names(start, stop, tables[0])
+            for one in self._ranges(active, weight):
+                rule = one.rule
+                if one.by_count:
+                    self.steps.bind_shared(one.tables)
+                names, first_name = self._names(one.start, one.stop, one.tables[0])
                 update_rows(
-                    weight[start:stop], self._state(index, start, stop), entries, rule,
-                    lr=lr if rule.lr is None else rule.lr * factor, step=self.steps.counter(tables[0]), scale=scale,
-                    first_row=start, seed=self._seed + first_name, scratch=self._scratch, gate=gate, names=names,
-                    first_name=first_name,
+                    one.weight, one.state, entries, rule, lr=lr if rule.lr is None else rule.lr * factor,
+                    step=self.steps.counter(one.tables[0]), scale=scale, first_row=one.start,
+                    seed=self._seed + first_name, scratch=self._scratch, gate=gate, names=names, first_name=first_name,
                 )  # fmt: skip
             if self.row_mean is not None and before is not None:
                 self.row_mean.visit(rows, before, weight.index_select(0, rows), gate)
@@ -551,15 +564,17 @@ class Storage(TableStorage):
         """Whether updates of a rule_range depend on the number of steps, by bias corrections or stochastic rounding."""
         return self.dtype != torch.float32 or self.rule_ranges[index].uses_step
 
-    def _ranges(self, active: frozenset[str]) -> list[tuple[int, int, int, tuple[str, ...]]]:
-        """Return runs of neighbouring tables that one launch may move: rule_range, start, stop, names.
+    def _ranges(self, active: frozenset[str], weight: Tensor) -> list[_Launch]:
+        """Return runs of neighbouring tables that one launch may move.
 
         Args:
             active: tables whose step has just been counted.
+            weight: the storage's.
         """
         version = self.steps.version
-        if self._launches is not None and self._launches[0] == version and self._launches[1] == active:
-            return self._launches[2]
+        kept = self._launches
+        if kept is not None and kept[0] == version and kept[1] == active and kept[2] is weight:
+            return kept[3]
         found = []
         for index, rule_range in enumerate(self.rule_ranges):
             counts = self.steps.shared_counts if self._by_count(index) else None
@@ -571,9 +586,11 @@ class Storage(TableStorage):
                 elif name in active:
                     runs.append([name])
             for run in runs:
-                stop = self.bases[run[-1]] + self.room[run[-1]]
-                found.append((index, self.bases[run[0]], stop, tuple(run)))
-        self._launches = version, active, found
+                start, stop = self.bases[run[0]], self.bases[run[-1]] + self.room[run[-1]]
+                assert rule_range.optimizer is not None
+                state, by_count = self._state(index, start, stop), self._by_count(index)
+                found.append(_Launch(start, stop, tuple(run), rule_range.optimizer, weight[start:stop], state, by_count))
+        self._launches = version, active, weight, found
         return found
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
@@ -585,6 +602,6 @@ class Storage(TableStorage):
             )
         if self._pending:
             raise ConfigError("gradients wait for a step", fix="call step() or discard_gradients() before moving")
-        self._scratch = Scratch()
+        self._scratch, self._launches = Scratch(), None
         self.steps.release()
         return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]

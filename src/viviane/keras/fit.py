@@ -102,7 +102,7 @@ class FastTrainer:
             if missing:
                 raise ConfigError("the data lack an input", value=", ".join(missing), allowed=", ".join(map(str, x)))
             x = {name: x[name] for name in names} if isinstance(wanted, dict) else [x[name] for name in names]
-        flat = list(keras.tree.flatten(x))
+        flat = [x] if hasattr(x, "shape") else list(keras.tree.flatten(x))
         if len(flat) != self._keys.num_inputs:
             raise ConfigError("inputs are not the model's", value=len(flat), allowed=str(self._keys.num_inputs))
         return flat

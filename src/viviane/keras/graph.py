@@ -92,7 +92,7 @@ class KeyReader:
         """
         computed = [] if self._compute is None else self._computed(inputs)
         sliced: dict[int, Any] = {}
-        found = []
+        found: list[tuple[Batch, tuple[int, ...]]] = []
         for layer, sources, block in zip(self._layers, self._sources, self._blocks, strict=True):
             if block is not None:
                 whole = self._array(inputs, sliced, block.place)

@@ -54,6 +54,8 @@ class TableLayer(keras.layers.Layer):
         self.rule: Rule = rule_of(optimizer, self.where)
         self._scales = keras.config.dtype_policy().compute_dtype == "float16" or self.compute_dtype == "float16"
         self._lookups: ExternalLookups | None = None
+        self._step_type = torch.float32
+        """Of vectors in the fast form's step; kept, since Keras derives it from a policy each time."""
         self._columns: KeyColumns | None = None
         self._settings: tuple[Any, ...] = ()
 
@@ -114,6 +116,7 @@ class TableLayer(keras.layers.Layer):
                 )  # fmt: skip
                 self._fill(collection)
             self._lookups = ExternalLookups(collection, self.where, self._columns)
+            self._step_type = getattr(torch, self.compute_dtype)
         return self._lookups
 
     @property
@@ -195,7 +198,7 @@ class TableLayer(keras.layers.Layer):
             flat: the vectors.
             shape: of the layer's first input.
         """
-        return flat.to(getattr(torch, self.compute_dtype))
+        return flat if flat.dtype is self._step_type else flat.to(self._step_type)
 
     def outputs_of(self, flat: Any) -> list[Any]:
         """Return the layer's outputs, in the order of `keras.tree.flatten`, given what `step_input` gave.

@@ -19,6 +19,7 @@ from viviane.core.errors import VivianeError
 from viviane.ops.dispatch import choose, implementation, load
 
 __all__ = [
+    "CLEAN",
     "HASH",
     "MOST_BAGS",
     "NEVER",
@@ -44,6 +45,9 @@ NEVER: Final = 2**63 - 1
 """The place of a record without an offender, while kernels look for one."""
 MOST_BAGS: Final = 64
 """Features that one call of `bag_rows` takes: a kernel's arguments have little room."""
+
+CLEAN: Final = torch.zeros(3, dtype=torch.int64)
+"""The record of a call on the CPU that found no key out of range; it is not written to."""
 
 _MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
 _MIX_2 = 0x94D049BB133111EB - (1 << 64)

@@ -11,7 +11,7 @@ import torch
 from numba import int64, njit, uint64
 from torch import Tensor
 
-from viviane.ops.key_rows import HASH, RAISE, REPLACE, KeyRules
+from viviane.ops.key_rows import CLEAN, HASH, RAISE, REPLACE, KeyRules
 from viviane.ops.key_rows.reference import bag_rows
 from viviane.ops.native.kernels import OPERANDS, Kernel, kernel, num_threads, sources
 from viviane.ops.native.memory import int64_at, lower_to, read_whole, take_ticket, write_whole
@@ -29,7 +29,7 @@ def key_rows(keys: Tensor, rules: KeyRules, columns: Tensor | None = None) -> tu
     size, features = keys.shape[0], len(rules.columns)
     rows = torch.empty(size, features, dtype=rules.row_dtype)
     if not size or not features:
-        return rows, torch.zeros(3, dtype=torch.int64)
+        return rows, CLEAN
     table = _tables.get(rules)
     if table is None:
         table = _tables[rules] = rules.table.t().contiguous()
@@ -45,7 +45,7 @@ def key_rows(keys: Tensor, rules: KeyRules, columns: Tensor | None = None) -> tu
     )  # fmt: skip
     place = first_wrong.value
     if place == _NEVER:
-        return rows, torch.zeros(3, dtype=torch.int64)
+        return rows, CLEAN
     column = place % features if chosen is None else int(chosen[place % features])
     return rows, torch.tensor([1, place, int(keys[place // features, column])])
 

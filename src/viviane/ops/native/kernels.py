@@ -161,10 +161,9 @@ class Kernel:
             _tell_listener()
         call = (ctypes.c_int64 * (OPERANDS + len(operands)))(0, tickets, *operands)
         threads = min(threads, tickets)
-        parallel = _torch_threads()
         if threads <= 1:
             self._call(ctypes.addressof(call))
-        elif parallel is not None:
+        elif (parallel := _torch_threads()) is not None:
             parallel(self._address, ctypes.addressof(call), threads, 0)
         else:
             run_on_numba_threads(self._address, ctypes.addressof(call), threads)
