@@ -22,12 +22,13 @@ from viviane.core.errors import ConfigError
 from viviane.embedding.cache_sizes import row_layout, slot_bytes_of
 from viviane.embedding.config import TableConfig
 from viviane.embedding.device_slot_cache import DeviceSlotCache
+from viviane.embedding.launches import RuleRange
 from viviane.embedding.prepared import is_same_list
 from viviane.embedding.row_lease import RowLease
 from viviane.embedding.row_moves import PIECE_ROWS, SlotGroup, TableRows
 from viviane.embedding.slot_cache import HostSlotCache, PassMove, SlotCache
 from viviane.embedding.state import TableState, check_content
-from viviane.embedding.storage import ZERO_ROWS, RuleRange, Storage
+from viviane.embedding.storage import ZERO_ROWS, Storage
 from viviane.embedding.tier_rows import TierRows, bytes_of
 from viviane.ops.capture import refuse_capture
 from viviane.ops.native.pages import advise_huge_pages

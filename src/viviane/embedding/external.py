@@ -23,6 +23,7 @@ from viviane.core.errors import ConfigError, DataError, VivianeError
 from viviane.core.logging import get_logger
 from viviane.embedding.base import Handover, TableCollection
 from viviane.embedding.dynamic_storage import DynamicStorage
+from viviane.embedding.small_steps import SmallStep
 
 _MOST_WAITING: Final = 64
 _log = get_logger("embedding")
@@ -33,8 +34,9 @@ _R = TypeVar("_R")
 _MOST_RAISED: Final = 8
 _raised: deque[VivianeError] = deque(maxlen=_MOST_RAISED)
 _numbers = itertools.count()
-_Lookup: TypeAlias = tuple[Handover | None, torch.Size, torch.dtype]
+_Lookup: TypeAlias = tuple[Handover | SmallStep | None, torch.Size, torch.dtype]
 """What takes the gradient of a lookup, if anything does, and the shape and type that it has to have."""
+_MOST_SHAPES: Final = 8
 
 
 class LostUpdateError(VivianeError, RuntimeError):
@@ -76,6 +78,7 @@ class ExternalLookups:
         self._lock = threading.RLock()
         self._dynamic = [one for one in collection.all_storages() if isinstance(one, DynamicStorage)]
         self._waiting: dict[int, _Lookup] = {}
+        self._small: dict[tuple[torch.Size, torch.dtype], SmallStep | None] = {}
         self._handed = 0
         self._next = 0
 
@@ -103,8 +106,13 @@ class ExternalLookups:
         with self._lock:
             if self._waiting and (self._handed or len(self._waiting) >= _MOST_WAITING):
                 self._lost()
-            flat, take = self.collection.look_up_apart(keys)
-            self._let_go()
+            small = self._small_step(keys) if isinstance(keys, Batch) and not self._waiting else None
+            found = None if small is None else small.look_up(keys.one_hot)  # type: ignore[union-attr]
+            take: Handover | SmallStep | None = small
+            if found is None:
+                found, take = self.collection.look_up_apart(keys)
+                self._let_go()
+            flat = found
             number, self._next = self._next, (self._next + 1) % 2**31
             self._waiting[number] = take, flat.shape, flat.dtype
             return number, flat
@@ -127,19 +135,38 @@ class ExternalLookups:
                     fix="differentiate each training step once",
                 )  # fmt: skip
             take, shape, dtype = found
-            if take is not None and self._usable(gradient, scale):
-                if gradient.shape != shape:
-                    raise DataError(
-                        "a gradient does not fit its lookup", where=self.where, value=tuple(gradient.shape),
-                        allowed=str(tuple(shape)),
-                    )  # fmt: skip
+            usable = take is not None and self._usable(gradient, scale)
+            if usable and isinstance(take, SmallStep) and not self._waiting and not self._handed and take.is_plain:
+                self._check_shape(gradient, shape)
+                take.step(gradient.to(dtype), lr, scale)
+                self.num_updates += 1
+                return
+            if take is not None and usable:
+                self._check_shape(gradient, shape)
                 whole = gradient.to(dtype)
                 if self._waiting:  # it is kept until the step, and may be memory of the caller
                     whole = whole.clone()
-                take(whole)
+                (take.hand_over if isinstance(take, SmallStep) else take)(whole)
                 self._handed += 1
             if not self._waiting:
                 self._step(lr, scale)
+
+    def _small_step(self, batch: Batch) -> SmallStep | None:
+        """Return what serves a small batch of this shape with less than the collection does; None: the collection."""
+        key = batch.one_hot.shape, batch.one_hot.dtype
+        if key not in self._small:
+            if len(self._small) >= _MOST_SHAPES:
+                self._small.clear()
+            self._small[key] = SmallStep.of(self.collection, batch)
+        small = self._small[key]
+        return small if small is not None and small.serves(batch) else None
+
+    def _check_shape(self, gradient: Tensor, shape: torch.Size) -> None:
+        if gradient.shape != shape:
+            raise DataError(
+                "a gradient does not fit its lookup", where=self.where, value=tuple(gradient.shape),
+                allowed=str(tuple(shape)),
+            )  # fmt: skip
 
     def discard(self) -> None:
         """Forget the lookups that wait, and the gradients that have come for the step not made yet."""

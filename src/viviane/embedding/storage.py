@@ -8,9 +8,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +20,7 @@ from viviane.core.seeds import derive_seed
 from viviane.embedding.changed_marks import ChangedMarks
 from viviane.embedding.config import TableConfig
 from viviane.embedding.initializers import fill_initial
+from viviane.embedding.launches import Launch, Launches, RuleRange
 from viviane.embedding.prepared import Prepared, prepare_entries
 from viviane.embedding.row_mean import RowMean
 from viviane.embedding.row_snapshot import RowSnapshot
@@ -52,37 +52,9 @@ from viviane.ops.row_update import (
     sum_rows,
     update_rows,
 )
-from viviane.ops.rules import rule_of
 
 ZERO_ROWS = 2
 """Rows of zeros behind those of all tables, see `viviane.ops.key_rows`."""
-
-
-@dataclass(frozen=True)
-class RuleRange:
-    """Adjacent tables of a storage with one optimizer: rows start to stop."""
-
-    start: int
-    stop: int
-    optimizer: AnyOptimizer | None
-    tables: tuple[str, ...]
-
-    @cached_property
-    def uses_step(self) -> bool:
-        """Whether the optimizer's arithmetic depends on the number of the step."""
-        return self.optimizer is not None and rule_of(self.optimizer).uses_step
-
-
-class _Launch(NamedTuple):
-    """What one launch moves: neighbouring tables of one rule, and views of their rows and state."""
-
-    start: int
-    stop: int
-    tables: tuple[str, ...]
-    rule: AnyOptimizer
-    weight: Tensor
-    state: dict[str, Tensor]
-    by_count: bool
 
 
 class Storage(TableStorage):
@@ -138,8 +110,8 @@ class Storage(TableStorage):
         self._gradient_stride = (0, 0)
         """An output's width, and how far apart the rows of its last gradient began."""
         self._scratch = Scratch()
-        self._launches: tuple[int, frozenset[str], Tensor, list[_Launch]] | None = None
-        """The result of `_ranges`, and what it was made for."""
+        rounds = self.dtype != torch.float32
+        self._launches = Launches(self.rule_ranges, self.bases, self.room, self.steps, rounds)
         self.row_mean: RowMean | None = None
         self.snapshots: dict[int, RowSnapshot] = {}
         """By rule_range, what a checkpoint in progress still has to read."""
@@ -163,9 +135,6 @@ class Storage(TableStorage):
                 state = torch.empty(shape, dtype=torch.float32, device=device)
                 advise_huge_pages(state)
                 self.register_buffer(f"{name}_{i}", state.fill_(value), persistent=False)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_launches": None}  # views, which pickle would make tables of their own of
 
     def follow_changes(self) -> None:
         """Note from now on which rows change; what changed before is forgotten."""
@@ -432,7 +401,7 @@ class Storage(TableStorage):
             rows = rows.to(torch.int64)
             before = weight.index_select(0, rows)
         with self._updating(entries.rows):
-            for one in self._ranges(active, weight):
+            for one in self._launches.of(active, weight, self._state):
                 rule = one.rule
                 if one.by_count:
                     self.steps.bind_shared(one.tables)
@@ -445,6 +414,29 @@ class Storage(TableStorage):
             if self.row_mean is not None and before is not None:
                 self.row_mean.visit(rows, before, weight.index_select(0, rows), gate)
         self.discard_gradients()
+
+    # Small steps --------------------------------------------------------------------------------------------
+
+    @property
+    def rounding_seed(self) -> int:
+        """The seed of stochastic rounding."""
+        return self._seed
+
+    @property
+    def scratch(self) -> Scratch:
+        """The working memory of updates."""
+        return self._scratch
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether a step has more to do than to move rows: gradients wait already, or something follows the rows."""
+        follows = self.changed is not None or self.row_mean is not None or bool(self.snapshots)
+        return bool(self._pending) or follows or self._all_read is not None
+
+    def begin_launches(self, tables: frozenset[str]) -> list[Launch]:
+        """Count a step of some tables, and return what its launches move; the caller moves it, within the lock."""
+        self.steps.count(tables)
+        return self._launches.of(tables, self.weight, self._state)
 
     # Content ------------------------------------------------------------------------------------------------
 
@@ -560,39 +552,6 @@ class Storage(TableStorage):
             stack.enter_context(snapshot.moving(inside))
         return stack
 
-    def _by_count(self, index: int) -> bool:
-        """Whether updates of a rule_range depend on the number of steps, by bias corrections or stochastic rounding."""
-        return self.dtype != torch.float32 or self.rule_ranges[index].uses_step
-
-    def _ranges(self, active: frozenset[str], weight: Tensor) -> list[_Launch]:
-        """Return runs of neighbouring tables that one launch may move.
-
-        Args:
-            active: tables whose step has just been counted.
-            weight: the storage's.
-        """
-        version = self.steps.version
-        kept = self._launches
-        if kept is not None and kept[0] == version and kept[1] == active and kept[2] is weight:
-            return kept[3]
-        found = []
-        for index, rule_range in enumerate(self.rule_ranges):
-            counts = self.steps.shared_counts if self._by_count(index) else None
-            runs: list[list[str]] = []
-            for before, name in zip((None, *rule_range.tables), rule_range.tables, strict=False):
-                together = runs and before == runs[-1][-1] and (counts is None or counts[before] == counts[name])
-                if name in active and together:
-                    runs[-1].append(name)
-                elif name in active:
-                    runs.append([name])
-            for run in runs:
-                start, stop = self.bases[run[0]], self.bases[run[-1]] + self.room[run[-1]]
-                assert rule_range.optimizer is not None
-                state, by_count = self._state(index, start, stop), self._by_count(index)
-                found.append(_Launch(start, stop, tuple(run), rule_range.optimizer, weight[start:stop], state, by_count))
-        self._launches = version, active, weight, found
-        return found
-
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         if fn(torch.zeros(1)).dtype != torch.float32:
             raise ConfigError(
@@ -602,6 +561,7 @@ class Storage(TableStorage):
             )
         if self._pending:
             raise ConfigError("gradients wait for a step", fix="call step() or discard_gradients() before moving")
-        self._scratch, self._launches = Scratch(), None
+        self._scratch = Scratch()
+        self._launches.forget()
         self.steps.release()
         return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]

@@ -9,11 +9,12 @@ import ctypes
 from functools import cache
 from typing import Final
 
+import torch
 from numba import float32
 from torch import Tensor
 
 from viviane.ops.embedding_bag.reference import entry_sources
-from viviane.ops.native.kernels import OPERANDS, Kernel, kernel, num_threads, sources
+from viviane.ops.native.kernels import OPERANDS, Kernel, PreparedKernel, kernel, num_threads, sources
 from viviane.ops.native.memory import (
     copy_bytes,
     float32_at,
@@ -24,9 +25,9 @@ from viviane.ops.native.memory import (
     stream_lines,
     take_ticket,
 )
-from viviane.ops.native.numbers import KINDS, load, store
+from viviane.ops.native.numbers import FLOAT32, KINDS, load, store
 
-__all__ = ["entry_sources", "gather_rows", "pool_rows"]
+__all__ = ["SmallGather", "entry_sources", "gather_rows", "pool_rows"]
 
 _AHEAD: Final = 16
 _STREAMED_BYTES: Final = 16 << 20
@@ -52,6 +53,35 @@ def gather_rows(
          _streamed(storage, out, columns)),
         tickets=min(threads * _BLOCKS_PER_THREAD, size), threads=threads,
     )  # fmt: skip
+
+
+class SmallGather:
+    """`gather_rows` of batches of one shape, one after the other, in one thread: what stays is prepared.
+
+    Args:
+        storage: (R, D), contiguous.
+        rows: (B, F), contiguous, where those of each batch will be.
+        columns: F columns of the output, each followed by room for D.
+        width: W, the columns of the output, contiguous float32.
+    """
+
+    def __init__(self, storage: Tensor, rows: Tensor, columns: tuple[int, ...], width: int) -> None:
+        size, dim = rows.shape[0], storage.shape[1]
+        self._places = (ctypes.c_int64 * len(columns))(*columns)
+        self._kept = storage, rows
+        if storage.dtype == torch.float32:
+            run = copy_kernel(dim * storage.element_size(), sources())
+        else:
+            run = scale_kernel(dim, KINDS[storage.dtype], FLOAT32, sources())
+        self._run = PreparedKernel(run, (
+            storage.data_ptr(), rows.data_ptr(), rows.element_size(), 0, ctypes.addressof(self._places), 0, size,
+            len(columns), width, 4, 0,
+        ))  # fmt: skip
+
+    def gather(self, out: Tensor) -> None:
+        """Copy the rows into an output, (B, W)."""
+        self._run.set(3, out.data_ptr())
+        self._run.run()
 
 
 def pool_rows(

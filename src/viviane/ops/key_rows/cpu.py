@@ -13,10 +13,10 @@ from torch import Tensor
 
 from viviane.ops.key_rows import CLEAN, HASH, RAISE, REPLACE, KeyRules
 from viviane.ops.key_rows.reference import bag_rows
-from viviane.ops.native.kernels import OPERANDS, Kernel, kernel, num_threads, sources
+from viviane.ops.native.kernels import OPERANDS, Kernel, PreparedKernel, kernel, num_threads, sources
 from viviane.ops.native.memory import int64_at, lower_to, read_whole, take_ticket, write_whole
 
-__all__ = ["bag_rows", "key_rows"]
+__all__ = ["SmallKeyRows", "bag_rows", "key_rows"]
 
 _NEVER: Final = 2**63 - 1
 _BLOCKS_PER_THREAD = 4
@@ -48,6 +48,38 @@ def key_rows(keys: Tensor, rules: KeyRules, columns: Tensor | None = None) -> tu
         return rows, CLEAN
     column = place % features if chosen is None else int(chosen[place % features])
     return rows, torch.tensor([1, place, int(keys[place // features, column])])
+
+
+class SmallKeyRows:
+    """`key_rows` of batches of one shape, one after the other, in one thread: what stays is prepared.
+
+    Args:
+        rules: of F columns.
+        columns: as of `key_rows`.
+        size: N.
+        width: C, the columns of the keys.
+        dtype: of the keys.
+
+    Attributes:
+        rows: of the last batch, (N, F).
+    """
+
+    def __init__(self, rules: KeyRules, columns: Tensor | None, size: int, width: int, dtype: torch.dtype) -> None:
+        self.rows = torch.empty(size, len(rules.columns), dtype=rules.row_dtype)
+        self._kept = rules, columns, rules.table.t().contiguous()
+        self._first_wrong = ctypes.c_int64(_NEVER)
+        run = key_kernel(dtype.itemsize, self.rows.element_size(), columns is None, sources())
+        self._run = PreparedKernel(run, (
+            0, width, 1, 0 if columns is None else columns.data_ptr(), self._kept[2].data_ptr(), self.rows.data_ptr(),
+            size, len(rules.columns), rules.null_row, ctypes.addressof(self._first_wrong),
+        ))  # fmt: skip
+
+    def find(self, keys: Tensor) -> bool:
+        """Find the rows of keys, (N, C), contiguous; False: a key is out of range under RAISE."""
+        self._first_wrong.value = _NEVER
+        self._run.set(0, keys.data_ptr())
+        self._run.run()
+        return self._first_wrong.value == _NEVER
 
 
 @njit(forceinline=True)

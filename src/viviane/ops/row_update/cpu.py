@@ -21,7 +21,7 @@ from torch import Tensor
 
 from viviane.config.optimizers import AnyOptimizer
 from viviane.core.errors import VivianeError
-from viviane.ops.native.kernels import OPERANDS, Kernel, kernel, num_threads, sources
+from viviane.ops.native.kernels import OPERANDS, Kernel, PreparedKernel, kernel, num_threads, sources
 from viviane.ops.native.memory import int32_at, int64_at, prefetch, read_whole, stack_integers, take_ticket
 from viviane.ops.native.numbers import KINDS
 from viviane.ops.native.pages import empty
@@ -31,11 +31,13 @@ from viviane.ops.rules import rule_of
 
 if TYPE_CHECKING:
     from viviane.ops.row_update import Entries, Scratch
+    from viviane.ops.rules.rule import Rule
 
 
 _SLICES_PER_THREAD = 8
 _FUSED_DIM = 64  # sums of narrower rows stay in the caches: ordering the moves would cost more
 _LOW = 0xFFFFFFFF
+_SEED: Final = 9  # of the operands of a move
 
 
 def sum_rows(
@@ -69,10 +71,8 @@ def update_rows(
     arithmetic = rule_of(rule)
     values = arithmetic.cpu_step_numbers(lr, step, float(scale))
     numbers = (ctypes.c_double * len(values))(*values)
-    wide = [state[name].data_ptr() for name in arithmetic.states if name not in arithmetic.per_row]
-    own = [state[name].data_ptr() for name in arithmetic.per_row]
-    table = (weight.data_ptr(), *wide, *[0] * (2 - len(wide)), *(own or [0]), ctypes.addressof(numbers),
-             (seed + step * 0x9E3779B1) & _LOW, 0 if names is None else names.data_ptr(), first_name)  # fmt: skip
+    table = (*_places_of(weight, state, arithmetic), ctypes.addressof(numbers), _noise_of(seed, step),
+             0 if names is None else names.data_ptr(), first_name)  # fmt: skip
     rule_and_table = arithmetic.name, dim, KINDS[weight.dtype]
     whole = getattr(rule, "update", "local") == "global"
     if whole or dim < _FUSED_DIM:
@@ -98,6 +98,84 @@ def update_rows(
         (*gradients, lasts.data_ptr(), places.data_ptr(), moves.data_ptr(), sums.data_ptr(), *table),
         tickets=slots.owners, threads=slots.owners,
     )  # fmt: skip
+
+
+def _places_of(weight: Tensor, state: Mapping[str, Tensor], arithmetic: Rule) -> tuple[int, ...]:
+    """Return where the rows lie, two wide states and one of a number a row; 0 for those that are not there."""
+    wide = [state[name].data_ptr() for name in arithmetic.states if name not in arithmetic.per_row]
+    own = [state[name].data_ptr() for name in arithmetic.per_row]
+    return (weight.data_ptr(), *wide, *[0] * (2 - len(wide)), *(own or [0]))
+
+
+def _noise_of(seed: int, step: int) -> int:
+    """Return what seeds stochastic rounding in a step."""
+    return (seed + step * 0x9E3779B1) & _LOW
+
+
+class SmallUpdate:
+    """`update_rows` of batches of one shape, one after the other, in one thread: what stays is prepared.
+
+    Args:
+        weight, state, rule, first_row: as of `update_rows`; of a rule that `serves`.
+        entries: of such a batch: its rows and sources are where those of each batch will be.
+        scratch: of the table.
+    """
+
+    def __init__(
+        self,
+        weight: Tensor,
+        state: Mapping[str, Tensor],
+        entries: Entries,
+        rule: AnyOptimizer,
+        first_row: int,
+        scratch: Scratch,
+    ) -> None:
+        (num_rows, dim), count = weight.shape, entries.rows.numel()
+        self._rule, self._num_rows, self._scratch = rule_of(rule), num_rows, scratch
+        numbers = self._rule.cpu_step_numbers(1.0, 1, 1.0)
+        self._numbers = (ctypes.c_double * len(numbers))()
+        self._counts = (ctypes.c_int64 * 2)()
+        met, touched, rows = (torch.empty(count, dtype=torch.int64) for _ in range(3))
+        sums = torch.empty(count, dim)
+        self._kept = weight, dict(state), entries, met, touched, rows, sums
+        assert entries.sources is not None
+        self._find = PreparedKernel(slot_kernel(entries.rows.element_size(), sources()), (
+            entries.rows.data_ptr(), count, first_row, num_rows, 0, met.data_ptr(), touched.data_ptr(),
+            ctypes.addressof(self._counts),
+        ))  # fmt: skip
+        self._sum = PreparedKernel(sum_kernel(dim, KINDS[torch.float32], sources()), (
+            0, entries.sources.data_ptr(), entries.sources.element_size(), 0, met.data_ptr(), touched.data_ptr(),
+            ctypes.addressof(self._counts), count, rows.data_ptr(), sums.data_ptr(),
+        ))  # fmt: skip
+        self._move = PreparedKernel(move_kernel(self._rule.name, dim, KINDS[weight.dtype], sources()), (
+            rows.data_ptr(), sums.data_ptr(), 0, 0, *_places_of(weight, state, self._rule),
+            ctypes.addressof(self._numbers), 0, 0, 0,
+        ))  # fmt: skip
+
+    @staticmethod
+    def serves(rule: AnyOptimizer, dim: int) -> bool:
+        """Whether updates of a rule are of this kind: of touched rows, which are summed first."""
+        return getattr(rule, "update", "local") != "global" and 0 < dim < _FUSED_DIM
+
+    def update(self, gradient: Tensor, *, lr: float, step: int, scale: float, seed: int) -> None:
+        """Move the rows of a batch.
+
+        Args:
+            gradient: of its output, float32, contiguous.
+            lr, step, scale, seed: as of `update_rows`.
+        """
+        self._find.set(4, row_slots(self._num_rows, self._scratch, 1).data_ptr())
+        self._find.run()
+        moved = self._counts[1]
+        if not moved:
+            return
+        self._sum.set(0, gradient.data_ptr())
+        self._sum.run()
+        for i, number in enumerate(self._rule.cpu_step_numbers(lr, step, scale)):
+            self._numbers[i] = number
+        self._move.set(2, moved)
+        self._move.set(_SEED, _noise_of(seed, step))
+        self._move.run()
 
 
 def _slots(
@@ -166,9 +244,7 @@ def find_slots(rows: Tensor, first_row: int, num_rows: int, scratch: Scratch, th
     count = rows.numel()
     if count >= 2**31:
         raise VivianeError("too many entries for one update", value=count, allowed="less than 2^31")
-    head = scratch.tensors.get("head")
-    if head is None or head.numel() < num_rows + _LINE * (threads + 1):
-        head = scratch.tensors["head"] = empty(num_rows + _LINE * (threads + 1), torch.int32).fill_(-1)
+    head = row_slots(num_rows, scratch, threads)
     met = scratch_view(scratch, "met", threads * count, torch.int64)
     touched = scratch_view(scratch, "touched", threads * count, torch.int64)
     counts = (ctypes.c_int64 * (2 * threads))()
@@ -178,6 +254,14 @@ def find_slots(rows: Tensor, first_row: int, num_rows: int, scratch: Scratch, th
         tickets=threads, threads=threads,
     )  # fmt: skip
     return Slots(met, touched, counts, count, threads)
+
+
+def row_slots(num_rows: int, scratch: Scratch, threads: int) -> Tensor:
+    """Return where kernels note the slot of each row, all -1, with room behind them for each thread."""
+    head = scratch.tensors.get("head")
+    if head is None or head.numel() < num_rows + _LINE * (threads + 1):
+        head = scratch.tensors["head"] = empty(num_rows + _LINE * (threads + 1), torch.int32).fill_(-1)
+    return head
 
 
 def scratch_view(scratch: Scratch, name: str, count: int, dtype: torch.dtype) -> Tensor:
