@@ -146,6 +146,8 @@ def _graph(variant):
         columns[1] = second[:, 0]
     found = layer(columns)
     vectors = [found[name] for name in _WIDTHS]
+    if variant == "unused":
+        del vectors[1]
     if variant == "dense":
         vectors.append(second)
     joined = keras.layers.Concatenate()(vectors[::-1] if variant == "other order" else vectors)
@@ -164,7 +166,7 @@ _WIDTHS = {"a": 4, "b": 2, "c": 4}
 def ways_through_graphs():
     """Of each graph: how far the fast form is from the layer form; and what inputs of another shape raise."""
     out = {}
-    for variant in ("columns", "gaps", "bag", "two inputs", "dense", "other order", "taken twice"):
+    for variant in ("columns", "gaps", "bag", "two inputs", "dense", "other order", "taken twice", "unused"):
         found = []
         for train in (keras.Model.fit, vk.fit):
             keras.utils.set_random_seed(0)

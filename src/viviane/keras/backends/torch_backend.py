@@ -45,7 +45,50 @@ def joined_keys(parts: Sequence[Any], lengths: Sequence[int | None]) -> Tensor |
 
 def split(flat: Tensor, widths: Sequence[int]) -> Sequence[Tensor]:
     """Split (B, W) by columns; `keras.ops.split` would slice."""
-    return torch.split(flat, list(widths), 1)
+    if torch.compiler.is_compiling() or not flat.requires_grad:
+        return torch.split(flat, list(widths), 1)
+    return _Split.apply(flat, list(widths))  # type: ignore[no-any-return,no-untyped-call]
+
+
+class _Split(torch.autograd.Function):
+    """`torch.split` whose backward joins gradients without a copy where a concatenation has given them as columns."""
+
+    @staticmethod
+    def forward(ctx: Any, flat: Tensor, widths: list[int]) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.widths, ctx.like = widths, flat.new_empty(0).expand(len(flat), 0)
+        return torch.split(flat, widths, 1)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        joined = None if torch.is_grad_enabled() else joined_columns(gradients)
+        if joined is None:
+            pairs = zip(gradients, ctx.widths, strict=True)
+            parts = [ctx.like.new_zeros(len(ctx.like), width) if one is None else one for one, width in pairs]
+            joined = torch.cat(parts, 1)
+        return joined, None
+
+
+def joined_columns(parts: Sequence[Tensor | None]) -> Tensor | None:
+    """Return matrices (B, n) that are neighbouring columns of one in memory as that one; None: they are not.
+
+    Example:
+        >>> whole = torch.arange(8.0).view(2, 4)
+        >>> joined_columns([whole[:, 1:2], whole[:, 2:]]).tolist()
+        [[1.0, 2.0, 3.0], [5.0, 6.0, 7.0]]
+    """
+    first = parts[0]
+    if first is None or first.dim() != 2 or first.stride(1) != 1 or len(first) < 2:
+        return None
+    place, strides, memory, width = first.data_ptr(), first.stride(), first.untyped_storage().data_ptr(), 0
+    for one in parts:
+        if one is None or one.dtype != first.dtype or one.stride() != strides or one.data_ptr() != place:
+            return None
+        if one.untyped_storage().data_ptr() != memory:
+            return None
+        place += one.shape[1] * one.element_size()
+        width += one.shape[1]
+    return first.as_strided((len(first), width), strides) if strides[0] >= width else None
 
 
 @torch.compiler.disable
