@@ -26,3 +26,33 @@ def test_what_runs_an_etl_loads_no_more_than_it_needs() -> None:
     program = "import sys, json; from viviane.etl import run; print(json.dumps(list(sys.modules)))"
     done = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, check=True)
     assert not set(LATER) & set(json.loads(done.stdout))
+
+
+IMPORT = """
+import gc, json, sys, weakref
+class Node: pass
+def cycle():
+    one = Node(); one.self = one
+    return weakref.ref(one)
+gc.collect()
+settings = sys.argv[1]
+if settings == "off": gc.disable()
+if settings == "frozen": gc.freeze()
+before, passes = cycle(), []
+gc.callbacks.append(lambda phase, info: passes.append(phase))
+from viviane.etl import run
+gc.callbacks.clear()
+state = gc.isenabled(), gc.get_freeze_count() > 0
+gc.collect()
+print(json.dumps([len(passes), *state, before() is None]))
+"""
+
+
+@pytest.mark.parametrize("settings", ["default", "off", "frozen"])
+def test_imports_look_for_garbage_hardly_and_leave_the_collector_as_it_was(settings: str) -> None:
+    done = subprocess.run([sys.executable, "-P", "-c", IMPORT, settings], capture_output=True, text=True, check=True)
+    passes, enabled, frozen, collected = json.loads(done.stdout)
+    assert enabled == (settings != "off")
+    assert frozen == (settings == "frozen")
+    assert collected, "what was garbage is found by the next full collection"
+    assert (passes < 40) == (settings != "frozen")

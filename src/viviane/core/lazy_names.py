@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -30,8 +32,26 @@ def lazy_names(
     def get(name: str) -> Any:
         if name not in home_of:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        value = getattr(importlib.import_module(home_of[name]), name)
+        with _without_collections():
+            module = importlib.import_module(home_of[name])
+        value = getattr(module, name)
         setattr(sys.modules[package], name, value)
         return value
 
     return get, lambda: sorted({*vars(sys.modules[package]), *home_of})
+
+
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """Do not look for garbage in a block that makes objects to stay: while modules are imported it would be looked for
+    more than a hundred times, in vain. Afterwards they are in the oldest generation, as if all these had passed."""
+    if not gc.isenabled() or gc.get_freeze_count():  # a program that decides about this itself
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()  # from all generations, without a look at each object
+        gc.unfreeze()  # to the oldest one
+        gc.enable()
