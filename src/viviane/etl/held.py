@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, NamedTuple
@@ -32,6 +33,19 @@ class Counting(NamedTuple):
     max_values: int | None
 
 
+class _Scratch(threading.local):
+    """Memory that a thread uses for one column after the other; the kernel would have to clear new memory."""
+
+    def __init__(self) -> None:
+        self._numbers = np.empty(0, np.uint64)
+
+    def numbers(self, count: int) -> NDArray[np.uint64]:
+        """Return an array of any content."""
+        if len(self._numbers) < count:
+            self._numbers = np.empty(count, np.uint64)
+        return self._numbers[:count]
+
+
 class HeldRows:
     """The rows of all shards.
 
@@ -46,6 +60,7 @@ class HeldRows:
         self._tables, self._training = list(tables), list(training)
         self._learned = neighbours(np.concatenate(self._training))
         self._ids: dict[str, list[Any]] = {}  # by output column, for each shard
+        self._scratch = _Scratch()
 
     def counts(self, wanted: Counting) -> pa.Table:
         """Count the values that columns of one vocabulary have in training rows, as `Engine.count` does."""
@@ -61,7 +76,7 @@ class HeldRows:
             learned = self._learned
         else:
             learned = np.tile(np.concatenate(self._training), len(specs))
-        values, codes = _encoded(_joined(parts), learned, wanted.min_count)
+        values, codes = _encoded(_joined(parts), learned, wanted.min_count, self._scratch)
         numbers = _bincount(numbers_of(codes)[learned], len(values) + 2)[: len(values)]
         kept = np.flatnonzero(numbers >= max(wanted.min_count, 1))
         table = pa.table({"value": values.take(array_of(kept)), "count": array_of(numbers[kept])})
@@ -95,10 +110,10 @@ def counts_of_all(rows: HeldRows, wanted: Mapping[str, Counting], threads: int) 
         return dict(zip(wanted, pool.map(rows.counts, wanted.values()), strict=True))
 
 
-def _encoded(column: Any, learned: slice | NDArray[np.bool_], min_count: int) -> tuple[Any, Any]:
+def _encoded(column: Any, learned: slice | NDArray[np.bool_], min_count: int, scratch: _Scratch) -> tuple[Any, Any]:
     """Return distinct values of a column and the place of each row's value among them, (B,) int32: their number N
     stands for any other value, N + 1 for a missing one. Values that learned rows have `min_count` times are there."""
-    frequent = _frequent(column, learned, min_count)
+    frequent = _frequent(column, learned, min_count, scratch)
     encoded = (column if frequent is None else column.filter(array_of(frequent))).dictionary_encode()
     chunks: list[Any] = encoded.chunks or [pa.nulls(0, column.type).dictionary_encode()]
     values, codes = chunks[0].dictionary, pa.concat_arrays([chunk.indices for chunk in chunks])
@@ -113,7 +128,9 @@ def _encoded(column: Any, learned: slice | NDArray[np.bool_], min_count: int) ->
     return values, array_of(every)
 
 
-def _frequent(column: Any, learned: slice | NDArray[np.bool_], min_count: int) -> NDArray[np.bool_] | None:
+def _frequent(
+    column: Any, learned: slice | NDArray[np.bool_], min_count: int, scratch: _Scratch
+) -> NDArray[np.bool_] | None:
     """Return which rows to look at, those of every value that learned rows have `min_count` times among them; None for
     all rows.
 
@@ -125,7 +142,7 @@ def _frequent(column: Any, learned: slice | NDArray[np.bool_], min_count: int) -
     if len(column) <= _PROBED_ROWS or 2 * len(column.slice(0, _PROBED_ROWS).unique()) < _PROBED_ROWS:
         return None
     num_bits = len(column).bit_length() - 1
-    buckets = np.empty(len(column), np.uint64)
+    buckets = scratch.numbers(len(column))
     start = 0
     for chunk in (one for one in column.chunks if len(one)):
         keys = np.frombuffer(chunk.buffers()[1], np.uint64, len(chunk), 8 * chunk.offset)

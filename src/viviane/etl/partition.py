@@ -124,8 +124,12 @@ class Partition:
         """The part of each row, -1 where a filter leaves it out."""
         places = np.zeros(staged.num_rows, np.int64)
         if self.split is not None:
-            keys = numbers_of(combined(staged.column(KEY)))
-            places = np.searchsorted(np.array(self.borders, np.int64), keys, side="right")
+            keys, borders = numbers_of(combined(staged.column(KEY))), np.array(self.borders, np.int64)
+            if isinstance(self.split, RowSplit):  # rows are numbered in their order: borders are looked up, not rows
+                ends = [*np.searchsorted(keys, borders), len(keys)]
+                places = np.repeat(np.arange(len(ends)), np.diff(ends, prepend=0))
+            else:
+                places = np.searchsorted(borders, keys, side="right")
         if self.filters:
             columns = staged.select(list(dict.fromkeys(one.column for one in self.filters)))
             good = combined(self.engine.evaluate(columns, self._kept).column("kept"))

@@ -161,11 +161,13 @@ def _parse_fast(data: bytes, lines: NDArray[np.int64], layout: TextLayout) -> Ch
     there is neither. That holds of a block parsed as a whole: in pieces, a quote left open could end with its piece.
     """
     quote = layout.input.quote
-    whole = quote is not None and quote.encode() in data
+    if quote is not None and quote.encode() not in data:
+        quote = None  # the parser need not look for what is not there
     types = {column.name: _read_as(column) for column in layout.wanted}
     try:
-        num_pieces = 1 if whole else max(1, len(data) // _PIECE_BYTES)  # columns of one piece are not put together
-        raw = _read_csv(data, layout, types, -(-len(data) // num_pieces))
+        # Columns of one piece are not put together.
+        num_pieces = 1 if quote is not None else max(1, len(data) // _PIECE_BYTES)
+        raw = _read_csv(data, layout, types, -(-len(data) // num_pieces), quote)
     except pa.ArrowInvalid:
         return None
     return _finish(raw, lines, [], [], layout) if raw.num_rows == len(lines) else None
@@ -186,7 +188,8 @@ def _parse_slow(data: bytes, lines: NDArray[np.int64], layout: TextLayout) -> Ch
     lines = lines[places]
     types: dict[str, pa.DataType] = {column.name: pa.binary() for column in layout.wanted}
     data = b"".join(row + b"\n" for row in rows)
-    raw = _read_csv(data, layout, types, len(data)) if rows else pa.schema(list(types.items())).empty_table()
+    quote = layout.input.quote
+    raw = _read_csv(data, layout, types, len(data), quote) if rows else pa.schema(list(types.items())).empty_table()
     assert raw.num_rows == len(lines), "a line that was counted as a row is none to the parser"
     columns: dict[str, Any] = {}
     bad: list[BadCell] = []
@@ -282,14 +285,16 @@ def _finish(
     return Chunk(pa.table(columns, schema=schema), lines, bad, sorted(unparsed))
 
 
-def _read_csv(data: bytes, layout: TextLayout, types: dict[str, pa.DataType], piece_bytes: int) -> pa.Table:
+def _read_csv(
+    data: bytes, layout: TextLayout, types: dict[str, pa.DataType], piece_bytes: int, quote: str | None
+) -> pa.Table:
     return pa_csv.read_csv(
         cast(Any, pa.BufferReader(data)),  # no copy; the stubs know files only
         pa_csv.ReadOptions(use_threads=False, column_names=list(layout.names), block_size=max(piece_bytes, 1)),
         pa_csv.ParseOptions(
             delimiter=layout.delimiter,
-            quote_char=layout.input.quote or False,
-            double_quote=layout.input.quote is not None,
+            quote_char=quote or False,
+            double_quote=quote is not None,
             ignore_empty_lines=len(layout.names) > 1,  # the only column of a file may be missing
         ),
         pa_csv.ConvertOptions(
