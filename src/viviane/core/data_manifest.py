@@ -20,11 +20,12 @@ def write_data_manifest(
         folder: the data set folder.
         kind: the format with its options, as plain data.
         stored: the schema of the files, as plain data.
-        files: "name" and "rows" of each, in the order of their rows, and further entries of its format.
+        files: "name" and "rows" of each, in the order of their rows, and further entries of its format; "sha256" where
+            it is known.
     """
     entries = []
     for one in files:
         path = folder / one["name"]
-        entries.append({**one, "bytes": path.stat().st_size, "sha256": file_sha256(path)})
+        entries.append({**one, "bytes": path.stat().st_size, "sha256": one.get("sha256") or file_sha256(path)})
     content = {"version": 1, "format": dict(kind), "stored": dict(stored), "files": entries}
     write_json_atomic(folder / MANIFEST_FILE, content)

@@ -6,7 +6,7 @@ reads those, applies what was learned, and writes the file that one process writ
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -14,7 +14,6 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from viviane.etl import write
 from viviane.etl.apply import Applier
 from viviane.etl.archive import load_learned
 from viviane.etl.derivations import Computed
@@ -24,7 +23,7 @@ from viviane.etl.learned import Learned
 from viviane.etl.parquet import read_columns
 from viviane.etl.partition import Partition
 from viviane.etl.stage import Shard
-from viviane.etl.write import PartWriter, Statistics
+from viviane.etl.write import PartWriter, Sizes, Statistics, Written
 
 
 @runtime_checkable
@@ -64,15 +63,15 @@ class FileWork:
     ) -> None:
         self.functions = functions
         self.partition, self.learned, self.folders = partition.detached(), learned, folders
-        self.sizes = write.ROWS_PER_GROUP, write.ROWS_PER_FILE
+        self.sizes = _sizes(partition)
 
-    def __call__(self, task: FileTask) -> tuple[FileTask, Statistics, dict[str, int]]:
-        """Write the file, unless it is there; return the statistics of its rows and of lists cut."""
+    def __call__(self, task: FileTask) -> tuple[FileTask, Written, dict[str, int]]:
+        """Write the file, unless it is there; return what was written and how many lists were cut."""
         register_absent(self.functions)
         learned = load_learned(self.learned)
-        writer = PartWriter(self.folders[task.part], learned.schema, only=task.number, sizes=self.sizes)
+        writer = PartWriter(self.folders[task.part], learned.schema, self.sizes[task.part], only=task.number)
         if writer.take(task.number):
-            return task, writer.statistics, {}
+            return task, Written(writer.statistics, writer.files), {}
         engine = DuckDbEngine()
         self.partition.engine = engine
         try:
@@ -87,19 +86,23 @@ class FileWork:
             raise
         finally:
             engine.close()
-        return task, writer.statistics, applier.num_cut
+        return task, Written(writer.statistics, writer.files), applier.num_cut
 
 
 def file_tasks(partition: Partition, shards: list[Shard]) -> list[FileTask]:
     """Return the files of all parts; a part without rows still has one."""
     tasks: list[FileTask] = []
-    size = write.ROWS_PER_FILE
-    for part, total in enumerate(int(one) for one in partition.totals):
+    for part, (total, sizes) in enumerate(zip(partition.totals.tolist(), _sizes(partition), strict=True)):
+        size = sizes.rows_per_file
         starts, counts = partition.starts[:, part], partition.counts[:, part]
         for number in range(max(1, -(-total // size))):
             first, last = number * size, min(total, (number + 1) * size)
             tasks.append(FileTask(part, number, _sources(shards, starts, counts, first, last)))
     return tasks
+
+
+def _sizes(partition: Partition) -> list[Sizes]:
+    return [Sizes.of(total) for total in partition.totals.tolist()]
 
 
 def _sources(
@@ -119,21 +122,20 @@ def write_files(
     learned_file: Path,
     partition: Partition,
     shards: list[Shard],
-    folder: Path,
+    folders: Mapping[str, Path],
     progress: Callable[[str, int, int], None],
-) -> tuple[dict[str, tuple[Path, Statistics]], dict[str, int]]:
-    """Write every part; returns the folder and statistics of each, and how many lists were cut, by column."""
-    folders = [folder / name for name in partition.names]
-    for one in folders:
-        one.mkdir(parents=True, exist_ok=True)
-    statistics = [Statistics(learned.schema) for _ in folders]
+) -> tuple[dict[str, Written], dict[str, int]]:
+    """Write every part into its folder; returns what was written of each, and how many lists were cut, by column."""
+    written = {name: Written(Statistics(learned.schema), []) for name in folders}
     num_cut = {spec.name: 0 for spec in learned.config.categorical if spec.max_length}
     tasks = file_tasks(partition, shards)
     functions = tuple(one.function for one in learned.config.derived if isinstance(one, Computed))
-    work = FileWork(partition, learned_file, folders, functions)
+    work = FileWork(partition, learned_file, list(folders.values()), functions)
     for done, (task, found, cut) in enumerate(engine.map(work, tasks)):
-        statistics[task.part].join(found)
+        part = written[partition.names[task.part]]
+        part.statistics.join(found.statistics)
+        part.files.extend(found.files)
         for name, count in cut.items():
             num_cut[name] += count
         progress("write", done + 1, len(tasks))
-    return dict(zip(partition.names, zip(folders, statistics, strict=True), strict=True)), num_cut
+    return written, num_cut

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, Final, Literal, get_args
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from viviane.config.base import Settings
 from viviane.core.data_manifest import write_data_manifest
@@ -55,12 +54,12 @@ from viviane.etl.workplace import (
     working_place,
     workplace,
 )
-from viviane.etl.write import PartWriter, Statistics
+from viviane.etl.write import PartWriter, Sizes, Written
 
 ETL_FILE: Final = "etl.zip"
 REJECTS_FILE: Final = "rejects.jsonl"
 _LEAST_MEMORY_BYTES: Final = 10**9
-_LAYOUT: Final = 1  # of the work folder; raised when it changes, so that old unfinished work is not taken up
+_LAYOUT: Final = 2  # of the work folder; raised when it changes, so that old unfinished work is not taken up
 _logger = get_logger("etl")
 
 EngineName = Literal["duckdb", "spark", "gpu"]
@@ -275,27 +274,20 @@ class _Run:
             full, groups = derive(self.config, partition, self.chosen, shards, work / "derived", known, self.progress)
         with self._timed("learn"):
             learned = self._learn(partition, groups, full, stager, work)
-        with self._timed("write"):
-            (work / "out").mkdir(exist_ok=True)
-            file = work / "out" / ETL_FILE
-            if isinstance(self.what, Learned):
-                save_learned(learned, file)
-            else:
-                write_bytes_atomic(file, (work / ETL_FILE).read_bytes())
+        with self._timed("write"), ThreadPoolExecutor(self.threads) as pool:
+            folders = {name: work / "out" / name for name in partition.names}
+            # Files are small and flushed each: that is waited for while rows are written.
+            saving = pool.submit(self._save, learned, work, list(folders.values()))
+            complete = partial(self._complete, learned, folders, [one.shown for one in stager.sources])
             if isinstance(self.chosen, Mapper):
+                saving.result()  # its workers read it
                 written, num_cut = write_files(
-                    self.chosen, learned, file, partition, full, work / "out", self.progress
-                )  # fmt: skip
+                    self.chosen, learned, work / ETL_FILE, partition, full, folders, self.progress
+                )
+                list(pool.map(complete, written, written.values()))
             else:
-                written, num_cut = self._write(learned, partition, full, stager, work / "out")
-            paths = [one.shown for one in stager.sources]
-            with ThreadPoolExecutor(self.threads) as pool:
-                done = [
-                    pool.submit(self._complete, folder, statistics, learned, work / "out", name, paths)
-                    for name, (folder, statistics) in written.items()
-                ]
-            for one in done:
-                one.result()
+                num_cut = self._write(learned, partition, full, stager, folders, complete)
+            saving.result()
         lines = b"".join(shard.rejected_lines() for shard in shards)
         if lines:
             write_bytes_atomic(work / "out" / REJECTS_FILE, lines)
@@ -338,8 +330,20 @@ class _Run:
                     counted=counted, in_memory=in_memory, given=self.given, threads=self.threads,
                 ).run()  # fmt: skip
             fitted = replace(fitted, config=settled, groups=groups, external=self.external)
-            save_learned(drop_low_cardinality(fitted)[0], file)
+            return drop_low_cardinality(fitted)[0]
         return load_learned(file)
+
+    def _save(self, learned: Learned, work: Path, folders: list[Path]) -> None:
+        """Save what was learned for a resumed run and, with its schema, for everything that is written."""
+        file = work / ETL_FILE
+        if not file.exists():
+            save_learned(learned, file)
+        out = work / "out"
+        for folder in dict.fromkeys([out, *folders]):
+            folder.mkdir(parents=True, exist_ok=True)
+            write_bytes_atomic(folder / ETL_FILE, file.read_bytes())
+        for folder in folders:
+            learned.schema.save(folder)
 
     @contextmanager
     def _counted(
@@ -360,10 +364,21 @@ class _Run:
             stager.held[shard.file] = held.with_ids(number, tables[number])
 
     def _write(
-        self, learned: Learned, partition: Partition, shards: list[Shard], stager: Stager, folder: Path
-    ) -> tuple[dict[str, tuple[Path, Statistics]], dict[str, int]]:
-        """Apply to each shard that is not wholly in finished files, and write its rows to their parts."""
-        writers = {name: PartWriter(folder / name, learned.schema) for name in partition.names}
+        self,
+        learned: Learned,
+        partition: Partition,
+        shards: list[Shard],
+        stager: Stager,
+        folders: Mapping[str, Path],
+        complete: Callable[[str, Written], None],
+    ) -> dict[str, int]:
+        """Apply to each shard that is not wholly in finished files, write its rows to their parts, and call `complete`
+        for each part; returns how many lists were cut, by column."""
+        sizes = [Sizes.of(total) for total in partition.totals.tolist()]
+        writers = {
+            name: PartWriter(folder, learned.schema, size)
+            for (name, folder), size in zip(folders.items(), sizes, strict=True)
+        }
         applier = Applier(learned, self.chosen, self.threads)
         done = [writer.done_rows for writer in writers.values()]
         schema = stager.schema_of(shards[0])
@@ -377,18 +392,22 @@ class _Run:
                 self._refuse_huge(staged, learned, stager, shards[number - 1] if number else None, error)
                 raise
 
+        def end(name: str) -> None:
+            writers[name].close(lambda: applier.table(schema.empty_table()))
+            complete(name, Written(writers[name].statistics, writers[name].files))
+
         try:
             for number, tables in ordered_map(transform, todo, min(2, self.threads)):
                 for part, (writer, table) in enumerate(zip(writers.values(), tables, strict=True)):
                     writer.add(table.slice(max(0, done[part] - int(partition.starts[number][part]))))
                 self.progress("write", number + 1, len(shards))
             with ThreadPoolExecutor(self.threads) as pool:  # most parts have their last row group before them
-                list(pool.map(lambda one: one.close(lambda: applier.table(schema.empty_table())), writers.values()))
+                list(pool.map(end, writers))
         except BaseException:
             for writer in writers.values():
                 writer.abandon()
             raise
-        return {name: (one.folder, one.statistics) for name, one in writers.items()}, applier.num_cut
+        return applier.num_cut
 
     def _refuse_huge(
         self, staged: pa.Table, learned: Learned, stager: Stager, before: Shard | None, cause: Exception
@@ -404,19 +423,12 @@ class _Run:
             ) from cause  # fmt: skip
 
     def _complete(
-        self, folder: Path, statistics: Statistics, learned: Learned, out: Path, name: str, sources: list[str]
+        self, learned: Learned, folders: Mapping[str, Path], sources: list[str], name: str, written: Written
     ) -> None:
-        learned.schema.save(folder)
-        if folder != out:
-            write_bytes_atomic(folder / ETL_FILE, (out / ETL_FILE).read_bytes())
-        files: list[dict[str, Any]] = [
-            {"name": file.name, "rows": pq.read_metadata(file).num_rows}
-            for file in sorted(folder.glob("part-*.parquet"))
-        ]
-        rows = sum(one["rows"] for one in files)
-        about = {"rows": rows, "part": name, "source": sources}
-        write_bytes_atomic(folder / "info.json", statistics.info_json(about))
-        write_data_manifest(folder, {"format": "parquet"}, learned.schema.to_dict(), files)
+        """Describe a part whose files are whole."""
+        about = {"rows": sum(one["rows"] for one in written.files), "part": name, "source": sources}
+        write_bytes_atomic(folders[name] / "info.json", written.statistics.info_json(about))
+        write_data_manifest(folders[name], {"format": "parquet"}, learned.schema.to_dict(), written.files)
 
     @contextmanager
     def _timed(self, step: str) -> Iterator[None]:
