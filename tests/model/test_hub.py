@@ -146,6 +146,49 @@ def test_a_repository_without_a_model_is_refused(hub: str) -> None:
         vv.Model.from_hub("me/clicks", endpoint=hub, token="hf_x")
 
 
+@pytest.mark.parametrize("name", ["../outside", "/tmp/viviane-outside", "a\0b", "weights/../../outside", "\ud800"])
+def test_a_repository_whose_files_lead_elsewhere_is_refused(hub: str, name: str, tmp_path: Path) -> None:
+    made = model()
+    made.push_to_hub("me/clicks", endpoint=hub, token="hf_x", card="card")
+    with_crafted = json.dumps({"rfilename": name, "path": name, "size": 1, "oid": "0" * 40, "type": "file"})
+    with pytest.MonkeyPatch.context() as patch:
+        usual = Hub.reply
+
+        def reply(self: Hub, content: Any, status: int = 200, **headers: str) -> None:
+            if isinstance(content, dict) and "siblings" in content:
+                content = {**content, "siblings": [*content["siblings"], json.loads(with_crafted)]}
+            elif isinstance(content, list):
+                content = [*content, json.loads(with_crafted)]
+            usual(self, content, status, **headers)
+
+        patch.setattr(Hub, "reply", reply)
+        patch.setenv("VIVIANE_REMOTE_ATTEMPTS", "1")
+        with pytest.raises(RemoteError, match="does not give"):
+            vv.Model.from_hub("me/clicks", endpoint=hub, token="hf_x")
+    assert not list(tmp_path.rglob("*outside*"))
+
+
+@pytest.mark.parametrize("answer", [b"null", b"[1]", b"x", b'{"id": 3}', b"[" * 100_000, b"9" * 5000])
+def test_answers_that_are_none_of_the_hub_are_errors_of_ours(
+    hub: str, answer: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model().push_to_hub("me/clicks", endpoint=hub, token="hf_x", card="card")
+    monkeypatch.setattr(Hub, "do_GET", lambda self: self.reply(answer))
+    monkeypatch.setenv("VIVIANE_REMOTE_ATTEMPTS", "1")
+    with pytest.raises(RemoteError, match="does not give"):
+        vv.Model.from_hub("me/clicks", endpoint=hub, token="hf_x")
+
+
+def test_arguments_that_name_no_repository_are_errors_of_ours(hub: str) -> None:
+    wrong: list[tuple[Any, dict[str, Any]]] = [
+        ("", {}), ("a/b/c", {}), (None, {}), (3, {}), ("me/clicks", {"revision": 3}), ("me/clicks", {"token": "x\n"}),
+        ("me/clicks", {"endpoint": "ftp://x"}), ("me/clicks", {"endpoint": "\0"}),
+    ]  # fmt: skip
+    for name, more in wrong:
+        with pytest.raises(RemoteError):
+            vv.Model.from_hub(name, **{"endpoint": hub, "token": "hf_x", **more})
+
+
 def test_the_card_names_columns_sizes_and_figures() -> None:
     card = model_card(model(), license="mit", text="For tests.", figures={"auc": 0.71})
     assert card.startswith("---\nlibrary_name: viviane\n")

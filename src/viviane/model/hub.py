@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
-from viviane.core.errors import ConfigError, RemoteError
+from viviane.core.errors import ConfigError, RemoteError, VivianeError
 from viviane.core.optional import require
 from viviane.core.remote.retry import retried
 
@@ -94,10 +94,10 @@ def push(model: Any, repo_id: str, *, private: bool | None, token: str | None, e
                 ),
                 repo_id, "writing",
             )  # fmt: skip
-        except Exception as error:
-            if not _is_remote(error):
+        except Exception as error:  # the library raises all kinds for names and answers that it does not expect
+            if isinstance(error, VivianeError):
                 raise
-            fix = "check the name and the token: `hf auth login`"
+            fix = "check name, endpoint and token: `hf auth login`"
             raise RemoteError("the Hub refuses the model", where=repo_id, value=_line(error), fix=fix) from error
     return str(where)
 
@@ -125,9 +125,9 @@ def pull(repo_id: str, *, revision: str | None, token: str | None, endpoint: str
             raise ConfigError("the repository holds no model of Viviane", where=repo_id, fix=fix)
     except Exception as error:
         shutil.rmtree(folder, ignore_errors=True)
-        if not _is_remote(error):
+        if isinstance(error, VivianeError):
             raise
-        fix = "check name, revision and token: `hf auth login`"
+        fix = "check name, revision, endpoint and token: `hf auth login`"
         raise RemoteError("the Hub does not give the model", where=repo_id, value=_line(error), fix=fix) from error
     return folder
 
@@ -167,13 +167,6 @@ def _is_transient(error: Exception) -> bool:
     return isinstance(error, ConnectionError | TimeoutError) or bool(names & {*unanswered, "TimeoutException"})
 
 
-def _is_remote(error: Exception) -> bool:
-    return isinstance(error, OSError) or type(error).__module__.partition(".")[0] in (
-        "huggingface_hub",
-        "httpx",
-        "requests",
-    )
-
-
 def _line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:500]
+    said = (str(error).splitlines() or [""])[0]
+    return ascii(f"{type(error).__name__}: {said}"[:500])[1:-1]
