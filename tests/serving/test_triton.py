@@ -17,7 +17,7 @@ from viviane.core.errors import ConfigError, MissingExtraError
 from viviane.serving import InferenceSession, ModelEntry, SessionSettings
 from viviane.serving.triton import TritonEnvironment, TritonServer, TritonSettings, write_repository
 from viviane.serving.triton.environment import environment_folder, install_triton
-from viviane.serving.triton.repository import ModelPart
+from viviane.serving.triton.repository import ModelPart, PythonModel
 
 CPU = SessionSettings(device="cpu")
 
@@ -50,6 +50,25 @@ def test_a_written_repository_holds_all_that_it_needs(models, tmp_path) -> None:
     assert '  name: "price:missing"\n  data_type: TYPE_BOOL\n' in raw_config
     write_repository(tmp_path / "repository", entries[:1], settings)  # its own is replaced
     assert not folder.exists()
+
+
+@pytest.mark.parametrize("name", ["..", ".", "", "../outside", "a/b", "a\n", "viviane-triton.json", "x" * 3 + "\0"])
+def test_names_stay_inside_the_repository(name: str, tmp_path: Path) -> None:
+    """`viviane serve ..=recommender --write-only DIR` wrote beside the folder, and a mark was overwritten."""
+    (tmp_path / "source").mkdir()
+    (tmp_path / "source/file").write_text("x")
+    before = sorted(str(one) for one in tmp_path.rglob("*"))
+    other = PythonModel(name, tmp_path / "source", "module", (), ())
+    with pytest.raises(ConfigError, match=r"not a name|of one name"):
+        write_repository(tmp_path / "repository", [], others=[other])
+    assert sorted(str(one) for one in tmp_path.rglob("*")) == before
+
+
+def test_parts_of_an_ensemble_have_names_of_their_own(models, tmp_path) -> None:
+    entries = [entry(models, "deepfm"), ModelEntry(name="deepfm.clean", path=str(models.path("deepfm")), session=CPU)]
+    with pytest.raises(ConfigError, match="of one name"):
+        write_repository(tmp_path / "repository", entries, TritonSettings(ensemble=True))
+    assert not (tmp_path / "repository").exists()
 
 
 def test_a_folder_of_something_else_is_not_replaced(models, tmp_path) -> None:

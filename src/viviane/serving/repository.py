@@ -306,7 +306,7 @@ class ModelRepository:
     def _entry(
         self, name: str, path: str | AnyPath | None, settings: SessionSettings | None, tables: TableSettings | None
     ) -> ModelEntry:
-        if not re.match(MODEL_NAME, name):
+        if not re.fullmatch(MODEL_NAME, name):
             raise ConfigError("a model's name is letters, digits, dots, dashes and underscores", value=name)
         with self._turn:
             known = self._entries.get(name)

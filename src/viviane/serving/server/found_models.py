@@ -66,7 +66,7 @@ def _name(folder: AnyPath) -> str:
 
 
 def _checked(name: str, where: str) -> str:
-    if not re.match(MODEL_NAME, name):
+    if not re.fullmatch(MODEL_NAME, name):
         allowed = "letters, digits, dots, dashes and underscores"
         raise ConfigError("requests cannot name this model", where=where, value=name, allowed=allowed,
                           fix="give it a name with --name")  # fmt: skip

@@ -9,6 +9,7 @@ NAME/
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from viviane.model.saving import find_model
 from viviane.serving.columns import ColumnSpec
 from viviane.serving.server.tensors import TensorSpec, input_specs, output_specs
 from viviane.serving.session import InferenceSession
-from viviane.serving.settings import ModelEntry, SessionSettings
+from viviane.serving.settings import MODEL_NAME, ModelEntry, SessionSettings
 from viviane.serving.triton.config_text import Word, map_of, text_of
 from viviane.serving.triton.settings import TritonSettings
 from viviane.serving.versions import find_versions
@@ -129,10 +130,7 @@ def write_repository(
     if place.exists() and any(place.iterdir()) and not (place / _MARK).exists():
         raise ConfigError("the folder is not empty, so it is not replaced", where=str(place),
                           fix="choose another folder")  # fmt: skip
-    names = [one.name for one in models] + [one.name for one in others]
-    if len(set(names)) < len(names):
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ConfigError("two models of one name", value=twice, fix="name one: NAME=PATH")
+    _check_names([one.name for one in models], [one.name for one in others], ensemble=chosen.ensemble)
     served, helpers = [], []
     with replace_folder(place) as work:
         for entry in models:
@@ -148,6 +146,17 @@ def write_repository(
             served.append(one.name)
         write_json_atomic(work / _MARK, {"format": "viviane-triton-repository", "version": 1, "models": served})
     return served + helpers
+
+
+def _check_names(models: list[str], others: list[str], *, ensemble: bool) -> None:
+    """Refuse names that lead out of the repository, and two of one name; each has a folder there."""
+    helpers = [f"{name}.{part}" for name in models for part in ("clean", "score")] if ensemble else []
+    names = [_MARK, *models, *others, *helpers]
+    for name in names:
+        if not re.fullmatch(MODEL_NAME, name):
+            raise ConfigError("not a name of a model", value=name, allowed=MODEL_NAME, fix="name it: NAME=PATH")
+        if names.count(name) > 1:
+            raise ConfigError("two models of one name", value=name, fix="name one: NAME=PATH")
 
 
 def _chosen(entry: ModelEntry) -> dict[int, Path]:
