@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import viviane as vv
 from viviane.config import SGD, AdaGrad, Adam, Ftrl, RMSProp
 from viviane.core.errors import ConfigError, VivianeError
 from viviane.embedding import DynamicTable, DynamicTableConfig, EmbeddingCollection, FeatureConfig, TableConfig
@@ -263,3 +264,25 @@ def test_loading_copies_no_row_of_the_table_before(tmp_path, monkeypatch, admiss
             patched.setattr(DynamicStore, "copied", None)
             table.load_state_dict(content)
         assert all(torch.equal(part, content[name]) for name, part in table.state_dict().items())
+
+
+@pytest.mark.parametrize("folder", ["s3://bucket/rows", "x" * 300, "a\0b"])
+def test_a_folder_that_is_none_of_this_machine(folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A URL became a folder `s3:` below the working directory; a long name was a raw error."""
+    monkeypatch.chdir(tmp_path)
+    from viviane.embedding.dynamic_rows import DynamicRows
+
+    table = DynamicTableConfig(name="user", dim=2, memory="file")
+    with pytest.raises(ConfigError):
+        DynamicRows(table, SGD(), 0, folder=folder)  # type: ignore[arg-type]
+    schema = vv.Schema(labels=[{"name": "y"}], categorical=[{"name": "user", "num_ids": 900}])
+
+    def compiled(folder: str) -> None:
+        model = vv.Model(vv.Solver(device="cpu", embedding_folder=folder, embedding_memory="8 KiB"), schema)
+        model.add(vv.zoo.DeepFM(dim=4, deep_mlp=[2]))
+        model.compile()
+
+    with pytest.raises(ConfigError):
+        compiled(folder)
+    assert not list(tmp_path.iterdir())
+    compiled("rows")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 
 from viviane.config import AnyOptimizer, Solver
 from viviane.config.memory_sizes import MemorySize, num_bytes
 from viviane.core.errors import ConfigError, suggest
+from viviane.core.locations import local_path
 from viviane.core.logging import get_logger
 from viviane.core.machine import free_memory
 from viviane.embedding import DynamicTableConfig, TableConfig
@@ -69,7 +69,7 @@ def table_memory(
         taken = 0 if given is not None or settings.memory is None else _fixed_bytes(joined, optimizer, fixed)
         memory = settings.memory if not taken else num_bytes(settings.memory or 0, "embedding_memory") + taken
         settings = replace(settings, memory=memory, tables={**fixed, **settings.tables})
-    folder = None if solver.embedding_folder is None else Path(solver.embedding_folder)
+    folder = None if solver.embedding_folder is None else local_path(solver.embedding_folder)
     in_files = {node for node, every in tables.items() if any(_is_in_file(one) for one in every)} if folder else set()
     if settings is None:
         return {node: CacheSettings(folder=folder) for node in in_files}

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from viviane.core.errors import VivianeError
+from viviane.core.locations import local_path
 from viviane.ops.hash_table.device_memory import DeviceRange
 
 NO_RESERVE = 0x4000 if sys.platform == "linux" else 0
@@ -76,7 +77,7 @@ class MappedFile:
         folder: of the file; None: that of temporary files.
 
     Raises:
-        VivianeError: the system has no such files, or the folder cannot be written.
+        VivianeError: the system has no such files, or the folder is a URL or cannot be written.
 
     Example:
         >>> vector = MappedFile(1 << 30, torch.float32)
@@ -86,7 +87,7 @@ class MappedFile:
     """
 
     def __init__(self, count: int, dtype: torch.dtype, folder: str | Path | None = None) -> None:
-        self._where = str(folder or tempfile.gettempdir())
+        self._where = str(local_path(folder or tempfile.gettempdir()))
         if not hasattr(os, "posix_fallocate"):
             raise VivianeError(
                 "rows of a dynamic table in a file need Linux", value=sys.platform, fix="leave memory out"
@@ -174,7 +175,7 @@ class Reserved:
 
 def rows_of_disk(row_bytes: int, index_bytes: int, folder: str | Path | None) -> int:
     """Return how many rows the free disk of a folder holds, and the memory their keys: a limit for tables in files."""
-    place = Path(folder or tempfile.gettempdir())
+    place = local_path(folder or tempfile.gettempdir())
     while not place.exists():
         place = place.parent
     return max(1, min(shutil.disk_usage(place).free // row_bytes, rows_of_memory(index_bytes)))
