@@ -230,6 +230,17 @@ def test_capsules_of_dlpack_can_be_read_after_the_lookup(tmp_path: Path) -> None
     assert values.tolist() == [[0, 1], [4, 5]]
 
 
+def test_tensors_of_dlpack_may_outlive_the_lookup(tmp_path: Path) -> None:
+    """An error's traceback keeps the tensors; to free them torch reads a struct that must still be there."""
+    found, pack = server(tmp_path), torch.utils.dlpack.to_dlpack
+    keys, out = pack(torch.tensor([0, 1])), pack(torch.zeros(3))
+    for _ in range(50):
+        with pytest.raises(ConfigError, match="does not fit the vectors") as caught:
+            found.lookup_fromdlpack(keys, out, "m", 0)
+        taken = [b"\xff" * size for size in range(30, 100) for _ in range(50)]  # what was freed is written over
+        del caught, taken
+
+
 def test_wrong_capsules_of_dlpack_are_refused(tmp_path: Path) -> None:
     found, pack = server(tmp_path), torch.utils.dlpack.to_dlpack
     used = pack(torch.zeros(4))

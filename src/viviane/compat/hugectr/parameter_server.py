@@ -154,6 +154,16 @@ class HPS:
 _MANAGED_BYTES: Final = 64
 _DELETER_BYTES: Final = 8
 """Sizes of DLPack's struct DLManagedTensor, and of its last field, the function that frees the tensor."""
+_lent: dict[int, Any] = {}
+"""By address, the structs that tensors hold: torch reads the deleter there when the last view of a tensor is freed."""
+
+
+def _release(address: int) -> None:
+    """Free a struct of ours; the memory of its tensor belongs to the capsule that it was copied from."""
+    _lent.pop(address, None)
+
+
+_DELETER: Final = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(_release)
 
 
 @contextmanager
@@ -162,21 +172,29 @@ def _borrowed(capsule: Any, argument: str) -> Iterator[torch.Tensor]:
 
     torch's from_dlpack takes the tensor out of the capsule, while HugeCTR's scripts read it from there afterwards.
     """
-    name, get, new = b"dltensor", ctypes.pythonapi.PyCapsule_GetPointer, ctypes.pythonapi.PyCapsule_New
-    if type(capsule).__name__ == "PyCapsule" and ctypes.pythonapi.PyCapsule_IsValid(ctypes.py_object(capsule), name):
-        get.restype, new.restype = ctypes.c_void_p, ctypes.py_object
-        address = get(ctypes.py_object(capsule), name)
-        known = ctypes.string_at(address, _MANAGED_BYTES - _DELETER_BYTES)
-        copied = ctypes.create_string_buffer(known, _MANAGED_BYTES)  # its deleter is null
-        yield from_dlpack(new(ctypes.c_void_p(ctypes.addressof(copied)), name, None))
-        return
+    lent, place = _lend(capsule)
     try:
-        tensor = from_dlpack(capsule)
+        tensor = from_dlpack(lent)
     except Exception as error:
+        _lent.pop(place, None)
         raise ConfigError("not a DLPack capsule of a tensor, or one that is used", value=type(capsule).__name__,
                           where=f"lookup_fromdlpack, {argument}", fix="torch.utils.dlpack.to_dlpack(tensor)"
                           ) from error  # fmt: skip
     yield tensor
+
+
+def _lend(capsule: Any) -> tuple[Any, int]:
+    """Return another capsule of the same tensor, and where its struct is; what is no capsule is returned as it is."""
+    name, get, new = b"dltensor", ctypes.pythonapi.PyCapsule_GetPointer, ctypes.pythonapi.PyCapsule_New
+    is_capsule = type(capsule).__name__ == "PyCapsule"
+    if not is_capsule or not ctypes.pythonapi.PyCapsule_IsValid(ctypes.py_object(capsule), name):
+        return capsule, 0
+    get.restype, new.restype = ctypes.c_void_p, ctypes.py_object
+    known = ctypes.string_at(get(ctypes.py_object(capsule), name), _MANAGED_BYTES - _DELETER_BYTES)
+    copied = ctypes.create_string_buffer(known + bytes(_DELETER), _MANAGED_BYTES)
+    place = ctypes.addressof(copied)
+    _lent[place] = copied
+    return new(ctypes.c_void_p(place), name, None), place
 
 
 def _fill(table: TableHierarchy, databases: Databases) -> None:
