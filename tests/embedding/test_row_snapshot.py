@@ -70,7 +70,8 @@ def test_steps_of_a_collection_go_on_while_rows_are_read(rule):
     step(0)
     (storage,) = emb.all_storages()
     truth = {i: {n: t.clone() for n, t in named(storage, i).items()} for i in range(len(storage.rule_ranges))}
-    held = storage.take_snapshots()
+    assert storage.take_snapshots()
+    held = storage.snapshots
     found = {(i, n): b"" for i in held for n in truth[i]}
     seed = 1
     for i, name in found:

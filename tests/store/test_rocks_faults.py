@@ -49,7 +49,7 @@ def test_after_a_full_disk_rows_are_written_again_without_a_restart(tmp_path: Pa
     tier.apply(KEYS, rows_of(KEYS, 1), none, {"applied": b"1"})
     with full_disk():
         for _ in range(2):
-            with pytest.raises(StoreError, match="cannot write"):
+            with pytest.raises(StoreError, match="cannot write") as kept:  # its traceback has the frames of the write
                 tier.apply(KEYS, rows_of(KEYS, 2), none, {"applied": b"2"})
             check(tier, 1)
         assert tier.note("applied") == b"1"
@@ -64,6 +64,7 @@ def test_after_a_full_disk_rows_are_written_again_without_a_restart(tmp_path: Pa
     check(other, 3)
     database.close()
     database = RocksDatabase(tmp_path / "db")
+    del kept
     tier = AppliedRocksTier(database, "user", LAYOUT)
     check(tier, 2)
     assert tier.note("applied") == b"2"

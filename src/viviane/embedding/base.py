@@ -16,9 +16,11 @@ from viviane.embedding.buffers import Buffers, Margins
 from viviane.embedding.config import FeatureConfig
 from viviane.embedding.dynamic import DynamicTable
 from viviane.embedding.dynamic_config import AnyTable
+from viviane.embedding.dynamic_storage import DynamicStorage
 from viviane.embedding.output import EmbeddingOutput
 from viviane.embedding.state import TableState, TableSummary
 from viviane.embedding.static_lookup import Resolved
+from viviane.embedding.storage import Storage
 from viviane.embedding.table_storage import TableStorage
 
 Handover: TypeAlias = Callable[[Tensor], None]
@@ -187,6 +189,14 @@ class LocalCollection(TableCollection):
     @abstractmethod
     def forget_ahead(self, batch: AnyKeys) -> None:
         """Release a batch that was resolved ahead, if it was not looked up."""
+
+    @abstractmethod
+    def fixed_storages(self) -> list[Storage]:
+        """Return the storages of tables of fixed size: the first ones of `all_storages`."""
+
+    @abstractmethod
+    def dynamic_storages(self) -> list[DynamicStorage]:
+        """Return the storages of dynamic tables: the others of `all_storages`."""
 
     @abstractmethod
     def dynamic_table(self, table: str) -> DynamicTable:

@@ -6,7 +6,7 @@ Shapes: R rows of all tables together, S slots of the cache, D their width, N en
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -27,8 +27,9 @@ from viviane.embedding.prepared import is_same_list
 from viviane.embedding.row_lease import RowLease
 from viviane.embedding.row_moves import PIECE_ROWS, SlotGroup, TableRows
 from viviane.embedding.slot_cache import HostSlotCache, PassMove, SlotCache
-from viviane.embedding.state import TableState, check_content
+from viviane.embedding.state import SavedRows, TableState, check_content
 from viviane.embedding.storage import ZERO_ROWS, Storage
+from viviane.embedding.table_storage import LocatedRows, TieredTable
 from viviane.embedding.tier_rows import TierRows, bytes_of
 from viviane.ops.capture import refuse_capture
 from viviane.ops.native.pages import advise_huge_pages
@@ -177,16 +178,23 @@ class CachedStorage(Storage):
         found = self.cache.admit(rows.reshape(-1), self._clock, guard)
         return found.slots.view(rows.shape), RowLease(self._live, self._clock, found)
 
+    def locate(self, rows: Tensor, *, training: bool, ahead: bool) -> LocatedRows:
+        """Give the rows of a batch slots; rows that will not be updated are copied aside where they do not fit."""
+        try:
+            slots, lease = self.admit(rows)
+            if not ahead:
+                lease.settle()
+        except CacheFullError:
+            if training:
+                raise
+            aside, places = self.copies(rows)
+            return LocatedRows(places, aside=aside)
+        return LocatedRows(slots, lease)
+
     def begin_pass(self, keys: Mapping[str, NDArray[np.int64]]) -> PassMove:
         """Give the rows of a pass slots: write changed rows that leave, then read those that are missing, by address.
 
         Rows that both passes need stay where they are. A row that no pass names is fetched when a batch has it.
-
-        Args:
-            keys: of tables in tiers, by name: rising, distinct rows of this storage's part of the table.
-
-        Raises:
-            CacheFullError: a table's rows do not fit into its memory; nothing has changed.
         """
         self.finish_moves()
         for name, own in keys.items():
@@ -251,7 +259,7 @@ class CachedStorage(Storage):
         return SlotGroup(self.layouts[segment.tables[0]], columns, segment.start, tuple(tables))
 
     def begin_as(self, name: str, fill: Callable[[Tensor, Tensor], None]) -> None:
-        """Let rows of a table begin as `fill(weight (K, D), keys (K,))` makes them; before the first lookup."""
+        """Let rows of a table begin as `fill(weight (K, D), keys (K,))` makes them, when they come into memory."""
         self._below[name].fill = fill
         self.finish_moves()
         self.cache.clear(self.regions[name])
@@ -450,6 +458,28 @@ class CachedStorage(Storage):
             fix="use export_table or read_rows, or leave embedding_memory out",
         )  # fmt: skip
 
+    def column_pieces(
+        self, table: str, name: str, rows: NDArray[np.int64] | None = None
+    ) -> Iterator[NDArray[np.uint8]]:
+        """Yield the bytes of one of `checkpoint_tensors`, out of memory and tiers, a piece at a time."""
+        column, count = name.removeprefix("state."), self.tables[table].num_rows if rows is None else len(rows)
+        for first in range(0, count, PIECE_ROWS):
+            stop = min(first + PIECE_ROWS, count)
+            found = self.read_rows(table, first, stop) if rows is None else self.rows_at(table, rows[first:stop])
+            yield np.ascontiguousarray(self.layouts[table].column(found, column))
+
+    def restore(self, table: str, saved: SavedRows, *, weights_only: bool) -> None:
+        """Replace a table's rows in memory and tiers, a piece at a time; see `Storage.restore`."""
+        shapes = {name: one for name, one in self.column_shapes(table).items() if name == "weight" or not weights_only}
+        for first in range(0, self.tables[table].num_rows, PIECE_ROWS):
+            stop = min(first + PIECE_ROWS, self.tables[table].num_rows)
+            given = {}
+            for name, like in shapes.items():
+                given[name] = torch.empty(stop - first, *like.shape[1:], dtype=like.dtype)
+                saved.copy_to(name if name == "weight" else f"state.{name}", given[name], first)
+            self.write_columns(table, first, given)
+        self._end_restore(table, saved, weights_only)
+
     def read_rows(self, name: str, first: int, stop: int) -> NDArray[np.uint8]:
         """Return rows first <= row < stop of a table with their state, as `layouts[name]` says, wherever they are."""
         self.finish_moves()
@@ -502,9 +532,16 @@ class CachedStorage(Storage):
         """Make a row of a table zero, and leave its optimizer state alone."""
         self.write_columns(name, row, {"weight": torch.zeros(1, self.dim, dtype=self.dtype)})
 
-    def take_snapshots(self) -> dict[int, Any]:
-        """Refuse: rows in tiers are written before training continues."""
-        raise ConfigError("rows in tiers cannot be held for a checkpoint beside training", fix="async_checkpoint=False")
+    def take_snapshots(self) -> bool:
+        """Hold nothing: rows in tiers are written before training continues."""
+        return False
+
+    def tiered_tables(self) -> dict[str, TieredTable]:
+        """Return by name the tables of which memory has only some rows."""
+        return {
+            name: TieredTable(self.tables[name].num_rows, self.room[name], slot_bytes_of(self.layouts[name]), tier)
+            for name, tier in self.tiers.items()
+        }
 
     def tier_stats(self) -> dict[str, TierStats]:
         """Return what was counted: "memory", the cache, and by name of the tiers below it."""

@@ -18,7 +18,6 @@ from viviane.embedding.base import Handover, LocalCollection
 from viviane.embedding.batch_keys import AnyKeys, read_keys
 from viviane.embedding.buffers import Buffers, Memory, WideRows, autocast_buffers, output_memory
 from viviane.embedding.cache_sizes import CacheSettings
-from viviane.embedding.cached_storage import CachedStorage
 from viviane.embedding.compiled import (
     compiled_call,
     compiled_limit_norms,
@@ -117,8 +116,10 @@ class EmbeddingCollection(LocalCollection):
             raise ConfigError("an embedding collection needs at least one feature")
         self._places = place_features(features, self.tables)
         self._width = max(place.stop for place in self._places.values())
-        self.storages = nn.ModuleList(make_storages(tables, optimizer, resolve_device(str(device)), seed, cache))
-        self._storages: tuple[TableStorage, ...] = tuple(self.storages)  # type: ignore[arg-type]
+        fixed, dynamic = make_storages(tables, optimizer, resolve_device(str(device)), seed, cache)
+        self.storages = nn.ModuleList([*fixed, *dynamic])
+        self._fixed, self._dynamic = tuple(fixed), tuple(dynamic)
+        self._storages: tuple[TableStorage, ...] = (*fixed, *dynamic)
         """The same; modules look their attributes up slowly, and these are asked for several times a step."""
         self._storage_of = {name: i for i, one in enumerate(self._storages) for name in one.tables}
         self._frozen = frozenset(table.name for table in tables if not table.trainable)
@@ -159,7 +160,11 @@ class EmbeddingCollection(LocalCollection):
 
     def fixed_storages(self) -> list[Storage]:
         """Return the storages of tables of fixed size: the first ones of `all_storages`."""
-        return [storage for storage in self._storages if isinstance(storage, Storage)]
+        return list(self._fixed)
+
+    def dynamic_storages(self) -> list[DynamicStorage]:
+        """Return the storages of dynamic tables: the others of `all_storages`."""
+        return list(self._dynamic)
 
     def dynamic_table(self, table: str) -> DynamicTable:
         """Return a dynamic table, to find, export, erase, ... its keys.
@@ -167,17 +172,13 @@ class EmbeddingCollection(LocalCollection):
         Raises:
             ConfigError: there is no such table, or its settings are a TableConfig.
         """
-        storage = self._storage(table)
-        if not isinstance(storage, DynamicStorage):
-            raise ConfigError("the table is not dynamic", value=table, fix="use export_table and import_table")
-        return storage.table
+        return self._storage(table).dynamic_table(table)
 
     def _static(self, table: str) -> Storage:
-        storage = self._storage(table)
-        if not isinstance(storage, Storage):
+        if self._storage(table).is_dynamic:
             fix = "use dynamic_table(name).export() and import_()"
             raise ConfigError("the rows of a dynamic table come with their keys", value=table, fix=fix)
-        return storage
+        return self._fixed[self._storage_of[table]]
 
     @property
     def frozen(self) -> frozenset[str]:
@@ -295,7 +296,7 @@ class EmbeddingCollection(LocalCollection):
     @property
     def has_tiers(self) -> bool:
         """Whether some tables are not whole in memory."""
-        return any(isinstance(one, CachedStorage) and one.tiers for one in self.all_storages())
+        return any(one.in_tiers for one in self._storages)
 
     @property
     def looks_ahead(self) -> bool:
@@ -350,9 +351,7 @@ class EmbeddingCollection(LocalCollection):
     @property
     def plans_on_host(self) -> bool:
         """Whether the host gives rows slots, by keys in host memory; otherwise the device does."""
-        return self.device.type == "cpu" or any(
-            isinstance(one, CachedStorage) and one.plans_on_host for one in self.all_storages()
-        )
+        return self.device.type == "cpu" or any(one.plans_on_host for one in self._storages)
 
     def _resolve_on_host(self, batch: AnyKeys) -> Resolved:
         """Resolve keys in host memory for a lookup on the collection's device."""
@@ -403,7 +402,7 @@ class EmbeddingCollection(LocalCollection):
         key = (one_hot, device)
         if key not in self._plans:
             make = LookupPlanner(
-                self.features, self.tables, self.all_storages(), self._places, self._violations, device
+                self.features, self.tables, self._fixed, self._dynamic, self._places, self._violations, device
             )
             self._plans[key] = make.plan(one_hot)
         return self._plans[key]

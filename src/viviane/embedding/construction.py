@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,6 @@ from viviane.embedding.config import TableConfig
 from viviane.embedding.dynamic_config import AnyTable, DynamicTableConfig
 from viviane.embedding.dynamic_storage import DynamicStorage
 from viviane.embedding.storage import Storage
-from viviane.embedding.table_storage import TableStorage
 from viviane.store.streams import DeviceStreams, TransferStreams
 
 
@@ -26,8 +25,8 @@ def make_storages(
     device: torch.device,
     seed: int,
     cache: CacheSettings | None = None,
-) -> Iterator[TableStorage]:
-    """Make the storages: one for each width and type, one for each dynamic table."""
+) -> tuple[list[Storage], list[DynamicStorage]]:
+    """Make the storages: one for each width and type, and one for each dynamic table."""
     plain = [table for table in tables if isinstance(table, TableConfig)]
     short: dict[str, int] = {}
     if cache is not None:
@@ -36,17 +35,21 @@ def make_storages(
     host_rows: dict[str, int] = {}
     if cache is not None and transfer_streams(device) is not None:
         host_rows = host_rows_of_tables(plain, optimizer, cache, slots)
+    fixed: list[Storage] = []
     for kind in dict.fromkeys((table.dim, table.dtype) for table in plain):
         own = [table for table in plain if (table.dim, table.dtype) == kind]
         if cache is None or all(slots[table.name] == table.num_rows for table in own):
-            yield Storage(own, optimizer, device, seed)
+            fixed.append(Storage(own, optimizer, device, seed))
         else:
-            yield _cached(own, optimizer, device, seed, slots, host_rows, cache.folder)
+            fixed.append(_cached(own, optimizer, device, seed, slots, host_rows, cache.folder))
+    dynamic = []
     for table in tables:
         if isinstance(table, DynamicTableConfig):
             if table.name in short:
                 table = placed(table, optimizer, short[table.name], device.type)  # noqa: PLW2901
-            yield DynamicStorage(table, optimizer, device, seed, None if cache is None else cache.folder)
+            folder = None if cache is None else cache.folder
+            dynamic.append(DynamicStorage(table, optimizer, device, seed, folder))
+    return fixed, dynamic
 
 
 def _cached(

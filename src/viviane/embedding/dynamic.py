@@ -19,7 +19,7 @@ from viviane.embedding.dynamic_config import DynamicTableConfig
 from viviane.embedding.dynamic_content import DynamicContent, export_keys, import_keys, load_entries, state_entries
 from viviane.embedding.dynamic_store import DynamicStore
 from viviane.embedding.keys import check_key_type
-from viviane.embedding.table_storage import serialized
+from viviane.embedding.table_lock import serialized
 from viviane.ops.row_update import Entries, prepare_rows, sum_rows, update_rows
 
 

@@ -17,15 +17,15 @@ from viviane.core.errors import ConfigError
 from viviane.embedding.dynamic import DynamicTable
 from viviane.embedding.dynamic_config import DynamicTableConfig
 from viviane.embedding.dynamic_content import load_entries, state_entries
+from viviane.embedding.state import SavedRows
+from viviane.embedding.table_lock import TableLock, serialized
 from viviane.embedding.table_storage import (
     MANY_WAITING,
     RowGradients,
     StorageLookup,
-    TableLock,
     TableStorage,
     distinct_gradients,
     join_entries,
-    serialized,
     warn_of_lost_updates,
 )
 from viviane.ops.row_update import Entries
@@ -171,6 +171,10 @@ class DynamicStorage(TableStorage):
 
     # Content ------------------------------------------------------------------------------------------------
 
+    def dynamic_table(self, table: str) -> DynamicTable:
+        """Return the table."""
+        return self.table
+
     def tables_of(self, rows: Tensor) -> set[str]:
         """Return the name of the table, if there are rows."""
         return set(self.tables) if len(rows) else set()
@@ -190,6 +194,12 @@ class DynamicStorage(TableStorage):
     def checkpoint_tensors(self, table: str) -> dict[str, Tensor]:
         """Return a copy of the table's content."""
         return state_entries(self.table, "")
+
+    def restore(self, table: str, saved: SavedRows, *, weights_only: bool) -> None:
+        """Replace the table's keys and all that belongs to them; `weights_only` starts the count of updates again."""
+        self.table.replace(saved.content())
+        if weights_only:
+            self.table.num_steps = 0
 
     def state_entries(self, table: str, prefix: str) -> dict[str, Tensor]:
         """Return the table's part of a state_dict: keys, and everything that belongs to them."""

@@ -18,7 +18,7 @@ from viviane.embedding.dynamic_admission import make_admission
 from viviane.embedding.dynamic_config import DynamicTableConfig
 from viviane.embedding.dynamic_rows import DynamicRows
 from viviane.embedding.initializers import table_seed
-from viviane.embedding.table_storage import TableLock, serialized
+from viviane.embedding.table_lock import TableLock, serialized
 from viviane.ops.embedding_bag import gather_rows
 from viviane.ops.hash_table import Order, TableFullError, distinct, make_index, make_marks, stamp_of
 from viviane.ops.row_update import Entries, Scratch, sum_rows

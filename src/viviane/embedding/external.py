@@ -22,7 +22,6 @@ from viviane.batch import Bag, Batch, Layout
 from viviane.core.errors import ConfigError, DataError, VivianeError
 from viviane.core.logging import get_logger
 from viviane.embedding.base import Handover, TableCollection
-from viviane.embedding.dynamic_storage import DynamicStorage
 from viviane.embedding.small_steps import SmallStep
 
 _MOST_WAITING: Final = 64
@@ -76,7 +75,7 @@ class ExternalLookups:
         self.num_updates = 0
         """Steps of the collection so far."""
         self._lock = threading.RLock()
-        self._dynamic = [one for one in collection.all_storages() if isinstance(one, DynamicStorage)]
+        self._dynamic = [one for part in collection.parts() for one in part.dynamic_storages()]
         self._waiting: dict[int, _Lookup] = {}
         self._small: dict[tuple[torch.Size, torch.dtype], SmallStep | None] = {}
         self._handed = 0

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from viviane.core.errors import ConfigError, VivianeError
 from viviane.embedding.base import TableCollection
 from viviane.embedding.module_parts import collections_of
-from viviane.embedding.storage import Storage
 from viviane.embedding.table_storage import StorageLookup
 from viviane.ops.int8_rows import gather_rows, pool_rows, quantize
 
@@ -36,10 +35,12 @@ def quantize_tables(collections: Iterable[TableCollection]) -> None:
     storages = {id(one): one for collection in collections for one in collection.all_storages()}
     for storage in storages.values():
         where = "table " + ", ".join(map(repr, storage.tables))
-        if storage.is_dynamic or storage.in_tiers or not isinstance(storage, Storage):
-            kind = "dynamic" if storage.is_dynamic else "in tiers" if storage.in_tiers else type(storage).__name__
-            raise ConfigError("only tables of fixed size in memory have an 8-bit form", where=where, value=kind,
-                              allowed="tables with num_rows", fix="leave table_dtype out")  # fmt: skip
+        if storage.is_dynamic or storage.in_tiers:
+            raise ConfigError(
+                "only tables of fixed size in memory have an 8-bit form", where=where,
+                value="dynamic" if storage.is_dynamic else "in tiers", allowed="tables with num_rows",
+                fix="leave table_dtype out",
+            )  # fmt: skip
     for storage in storages.values():
         try:
             storage.weight = quantize(storage.weight)

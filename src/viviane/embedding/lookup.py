@@ -19,7 +19,6 @@ from viviane.core.errors import ConfigError
 from viviane.embedding.bags import BagPlan, PooledPlan
 from viviane.embedding.batch_keys import Keys
 from viviane.embedding.buffers import Buffers, Memory
-from viviane.embedding.cached_storage import CachedStorage
 from viviane.embedding.config import FeatureConfig, TableConfig
 from viviane.embedding.dynamic_config import AnyTable
 from viviane.embedding.dynamic_storage import DynamicStorage
@@ -35,7 +34,6 @@ from viviane.ops.embedding_bag import entry_bags, entry_sources, gather_rows, po
 from viviane.ops.int8_rows import is_int8
 from viviane.ops.key_rows import MOST_BAGS
 from viviane.ops.row_update import Entries
-from viviane.store.slots import CacheFullError
 
 if TYPE_CHECKING:
     from torch.autograd.function import FunctionCtx
@@ -52,26 +50,16 @@ def admitted(parts: Sequence[StorageLookup], training: bool, ahead: bool) -> lis
     Raises:
         CacheFullError: rows that will be trained do not fit.
     """
-    together: dict[CachedStorage, list[int]] = {}
+    together: dict[TableStorage, list[int]] = {}
     for i, part in enumerate(parts):
-        if isinstance(part.storage, CachedStorage):
+        if part.storage.in_tiers:
             together.setdefault(part.storage, []).append(i)
     found = list(parts)
     for storage, places in together.items():
         rows = [parts[i].rows.reshape(-1) for i in places]
-        joined = rows[0] if len(rows) == 1 else torch.cat(rows)
-        aside, lease = None, None
-        try:
-            slots, lease = storage.admit(joined)
-            if not ahead:
-                lease.settle()
-        except CacheFullError:
-            if training:
-                raise
-            lease = None
-            aside, slots = storage.copies(joined)
-        for i, own in zip(places, torch.split(slots, [len(one) for one in rows]), strict=True):
-            found[i] = replace(parts[i], rows=own.view(parts[i].rows.shape), lease=lease, aside=aside)
+        there = storage.locate(rows[0] if len(rows) == 1 else torch.cat(rows), training=training, ahead=ahead)
+        for i, own in zip(places, torch.split(there.rows, [len(one) for one in rows]), strict=True):
+            found[i] = replace(parts[i], rows=own.view(parts[i].rows.shape), lease=there.lease, aside=there.aside)
     return found
 
 
@@ -408,7 +396,8 @@ class LookupPlanner:
 
     features: Mapping[str, FeatureConfig]
     tables: Mapping[str, AnyTable]
-    storages: Sequence[TableStorage]
+    fixed: Sequence[Storage]
+    dynamic: Sequence[DynamicStorage]
     places: Mapping[str, OutputColumns]
     violations: Violations
     device: torch.device
@@ -419,19 +408,27 @@ class LookupPlanner:
         features = self.features.values()
         concat = tuple(self._bag(f) for f in features if f.combiner == "concat")
         singles, pooled, dynamic = [], [], []
-        for storage in self.storages:
-            summed = [f for f in features if f.table in storage.tables and f.combiner != "concat"]
-            own = [f for f in summed if f.name in index]
-            bags = [f for f in summed if f.name not in index]
+        for storage in self.fixed:
+            own, bags = self._summed(storage, index)
             if bags:
                 pooled.append(self._pooled(storage, bags))
-            if isinstance(storage, DynamicStorage):
-                names = {one.name for one in own}
-                others = tuple(f.name for f in features if f.table in storage.tables and f.name not in names)
-                dynamic.append(self._dynamic(storage, own, others, index))
-            elif own and isinstance(storage, Storage):
+            if own:
                 singles.append(self._one_hot(storage, own, index))
+        for table in self.dynamic:
+            own, bags = self._summed(table, index)
+            if bags:
+                pooled.append(PooledPlan(tuple(self._bag(feature) for feature in bags), ()))
+            names = {one.name for one in own}
+            others = tuple(f.name for f in features if f.table in table.tables and f.name not in names)
+            dynamic.append(self._dynamic(table, own, others, index))
         return LookupPlan(tuple(singles), tuple(pooled), concat, tuple(dynamic))
+
+    def _summed(
+        self, storage: TableStorage, index: Mapping[str, int]
+    ) -> tuple[list[FeatureConfig], list[FeatureConfig]]:
+        """Return a storage's features that are summed: those with one id a row, and the others."""
+        summed = [f for f in self.features.values() if f.table in storage.tables and f.combiner != "concat"]
+        return [f for f in summed if f.name in index], [f for f in summed if f.name not in index]
 
     def _dynamic(
         self, storage: DynamicStorage, own: Sequence[FeatureConfig], bags: tuple[str, ...], index: Mapping[str, int]
@@ -447,16 +444,17 @@ class LookupPlanner:
         tables = tuple(feature.table for feature in features)
         return OneHotPlan(storage, tables, self._row_map(storage, features, picked), places)
 
-    def _pooled(self, storage: TableStorage, features: Sequence[FeatureConfig]) -> PooledPlan:
+    def _pooled(self, storage: Storage, features: Sequence[FeatureConfig]) -> PooledPlan:
         row_maps = []
-        if isinstance(storage, Storage) and len(features) > 1:
+        if len(features) > 1:
             parts = [features[i : i + MOST_BAGS] for i in range(0, len(features), MOST_BAGS)]
             row_maps = [BagRowMap(*self._tables(storage, own)) for own in parts]
         return PooledPlan(tuple(self._bag(feature) for feature in features), tuple(row_maps))
 
     def _bag(self, feature: FeatureConfig) -> BagPlan:
-        storage = next(one for one in self.storages if feature.table in one.tables)
-        row_map = self._row_map(storage, [feature]) if isinstance(storage, Storage) else None
+        fixed = next((one for one in self.fixed if feature.table in one.tables), None)
+        row_map = None if fixed is None else self._row_map(fixed, [feature])
+        storage = fixed or next(one for one in self.dynamic if feature.table in one.tables)
         table, place = self.tables[feature.table], self.places[feature.name]
         return BagPlan(storage, feature, table, row_map, self.violations, place)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from torch import Tensor
 
@@ -27,6 +28,24 @@ class TableState:
     weight: Tensor
     state: Mapping[str, Tensor] = field(default_factory=dict)
     step: int = 0
+
+
+class SavedRows(Protocol):
+    """A table, or a shard of it, as a checkpoint has it."""
+
+    @property
+    def step(self) -> int:
+        """How many updates the table has had."""
+
+    @property
+    def padding_row(self) -> int | None:
+        """The row that stays zero."""
+
+    def content(self) -> dict[str, Tensor]:
+        """Return all tensors by name, of a dynamic table."""
+
+    def copy_to(self, name: str, target: Tensor, first: int = 0) -> None:
+        """Fill a tensor with the rows of a column, "weight" or "state.<name>", from `first` on."""
 
 
 @dataclass(frozen=True)

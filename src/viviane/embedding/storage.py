@@ -24,17 +24,16 @@ from viviane.embedding.launches import Launch, Launches, RuleRange
 from viviane.embedding.prepared import Prepared, prepare_entries
 from viviane.embedding.row_mean import RowMean
 from viviane.embedding.row_snapshot import RowSnapshot
-from viviane.embedding.state import TableState, check_content
+from viviane.embedding.state import SavedRows, TableState, check_content
 from viviane.embedding.step_counters import StepCounters
+from viviane.embedding.table_lock import TableLock, serialized
 from viviane.embedding.table_storage import (
     MANY_WAITING,
     RowGradients,
     StorageLookup,
-    TableLock,
     TableStorage,
     distinct_gradients,
     join_entries,
-    serialized,
     warn_of_lost_updates,
 )
 from viviane.ops.capture import is_capturing, refuse_capture
@@ -55,6 +54,7 @@ from viviane.ops.row_update import (
 
 ZERO_ROWS = 2
 """Rows of zeros behind those of all tables, see `viviane.ops.key_rows`."""
+_FILL_ELEMENTS = 1 << 22  # numbers that begin at a time
 
 
 class Storage(TableStorage):
@@ -217,6 +217,31 @@ class Storage(TableStorage):
         for state_name, state in self.table_state(name).items():
             state.fill_(initial[state_name])
         self.steps[name] = 0
+
+    def restore(self, table: str, saved: SavedRows, *, weights_only: bool) -> None:
+        """Replace a table's rows, and its optimizer state unless `weights_only`, which makes it start again."""
+        self.settle()
+        self._note_table(table)
+        for name, own in self.checkpoint_tensors(table).items():
+            if name == "weight" or not weights_only:
+                saved.copy_to(name, own)
+        self._end_restore(table, saved, weights_only)
+
+    def _end_restore(self, table: str, saved: SavedRows, weights_only: bool) -> None:
+        if weights_only:
+            self.reset_table_state(table)
+        else:
+            self.steps[table] = saved.step
+        if saved.padding_row is not None:
+            self.clear_row(table, saved.padding_row)
+
+    def begin_as(self, name: str, fill: Callable[[Tensor, Tensor], None]) -> None:
+        """Let rows of a table begin as `fill(weight (K, D), keys (K,))` makes them; before the first lookup."""
+        weight = self.table_rows(name)
+        count = max(1, _FILL_ELEMENTS // self.dim)
+        for first in range(0, len(weight), count):
+            rows = weight[first : first + count]
+            fill(rows, torch.arange(first, first + len(rows), device=weight.device))
 
     def clear_padding(self, name: str) -> None:
         """Make a table's padding row zero, as it stays."""
@@ -512,8 +537,10 @@ class Storage(TableStorage):
 
     # Snapshots ----------------------------------------------------------------------------------------------
 
-    def take_snapshots(self) -> dict[int, RowSnapshot]:
-        """Hold rows and state, by rule_range, as they are now: steps continue, other changes wait until all is read."""
+    def take_snapshots(self) -> bool:
+        """Hold rows and state as they are now; on a GPU they are copied instead, so it does nothing there."""
+        if self.weight.is_cuda:
+            return False
         self.settle()
         self.snapshots = {}
         for index, one in enumerate(self.rule_ranges):
@@ -522,10 +549,17 @@ class Storage(TableStorage):
                 tensors["mean"] = self.row_mean.mean[one.start : one.stop]
             self.snapshots[index] = RowSnapshot(tensors)
         self._all_read = threading.Event()
-        return self.snapshots
+        return True
+
+    def snapshot_of(self, table: str) -> tuple[RowSnapshot, range] | None:
+        """Return the snapshot that holds a table, and which of its rows are the table's; None: none was taken."""
+        index, rule_range = next((i, one) for i, one in enumerate(self.rule_ranges) if table in one.tables)
+        first = self.bases[table] - rule_range.start
+        rows = range(first, first + self.tables[table].num_rows)
+        return (self.snapshots[index], rows) if index in self.snapshots else None
 
     def end_snapshots(self) -> None:
-        """Mark the snapshot as read completely, or abandoned."""
+        """Let all changes go on: the snapshots are read completely, or abandoned."""
         self.snapshots = {}
         if self._all_read is not None:
             self._all_read.set()

@@ -1,7 +1,7 @@
 """The contract of a storage: what collections, optimizers and checkpoints use of rows, wherever the rows are.
 
-`RowGradients` wait for a step. A `TableLock` defines which threads may use a table at a time: compiled kernels work on
-its memory without Python's lock, so calls that change a table, and all calls of a dynamic table, run one after another.
+`RowGradients` wait for a step. A method that means something to some storages only, such as those in tiers, does
+nothing here, so that callers need not ask of which kind a storage is.
 
 Shapes: B rows of the batch, S columns of vectors in a lookup, N entries, U distinct rows, D the width.
 """
@@ -9,24 +9,31 @@ Shapes: B rows of the batch, S columns of vectors in a lookup, N entries, U dist
 from __future__ import annotations
 
 import math
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, wraps
-from typing import Any, ClassVar, Concatenate, Final, ParamSpec, Protocol, TypeVar, cast
+from functools import lru_cache
+from typing import ClassVar, Final
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from viviane.core.errors import ConfigError
 from viviane.core.logging import get_logger
 from viviane.embedding.changed_marks import ChangedMarks
+from viviane.embedding.dynamic import DynamicTable
 from viviane.embedding.dynamic_config import AnyTable
 from viviane.embedding.row_lease import RowLease
 from viviane.embedding.row_mean import RowMean
+from viviane.embedding.row_snapshot import RowSnapshot
+from viviane.embedding.slot_cache import PassMove
+from viviane.embedding.state import SavedRows
+from viviane.embedding.table_lock import TableLock
 from viviane.ops.capture import URGENT, branch
 from viviane.ops.row_update import Entries
+from viviane.store import Tier, TierStats
 
 _log = get_logger(__name__)
 MANY_WAITING: Final = 256  # backward passes without a step, of which gradient accumulation has fewer
@@ -97,75 +104,36 @@ def join_weights(weights: Sequence[Tensor | None], rows: Sequence[Tensor]) -> Te
     return own[0] if len(own) == 1 else torch.cat(own)
 
 
-_Parameters = ParamSpec("_Parameters")
-_Result = TypeVar("_Result")
+@dataclass(frozen=True)
+class LocatedRows:
+    """Where rows of a batch are in memory.
 
-
-class TableLock:
-    """The lock of a table, which one thread may take several times; a copy of the table gets its own.
-
-    Example:
-        >>> with TableLock() as lock, lock:
-        ...     lock.claim("table 'user'")
+    Args:
+        rows: (N,), as lookups count them: in the storage's weight, or in `aside`.
+        lease: keeps them there; None: they stay.
+        aside: copies of rows that did not fit, for a lookup that trains nothing.
     """
 
-    def __init__(self) -> None:
-        self.reentrant = threading.RLock()
-        """What `with` takes and releases; `serialized` takes it directly, without a Python call."""
-        self._trainer: threading.Thread | None = None
-
-    def __reduce__(self) -> Any:
-        return TableLock, ()
-
-    def __enter__(self) -> TableLock:
-        self.reentrant.acquire()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.reentrant.release()
-
-    def claim(self, where: str) -> None:
-        """Make the current thread the one that trains the table, until `free`; call it inside the lock.
-
-        Raises:
-            ConfigError: another thread trains it, and has not ended.
-        """
-        own = threading.current_thread()
-        if self._trainer is not None and self._trainer is not own and self._trainer.is_alive():
-            raise ConfigError(
-                "another thread is training this table: its looked-up rows wait for an update", where=where,
-                value=own.name, allowed=self._trainer.name,
-                fix="train a dynamic table from one thread at a time; step() or release() there ends its turn",
-            )  # fmt: skip
-        self._trainer = own
-
-    def free(self) -> None:
-        """Let any thread train the table next."""
-        self._trainer = None
+    rows: Tensor
+    lease: RowLease | None = None
+    aside: Tensor | None = None
 
 
-class Locked(Protocol):
-    """What has the lock that `serialized` takes."""
+@dataclass(frozen=True)
+class TieredTable:
+    """A table of which memory has only some rows.
 
-    @property
-    def lock(self) -> TableLock:
-        """The lock."""
+    Args:
+        num_rows: of the table.
+        rows_in_memory: at most.
+        slot_bytes: memory that a row takes with its optimizer state.
+        tier: holds the other rows.
+    """
 
-
-_Owner = TypeVar("_Owner", bound=Locked)
-
-
-def serialized(
-    method: Callable[Concatenate[_Owner, _Parameters], _Result],
-) -> Callable[Concatenate[_Owner, _Parameters], _Result]:
-    """Let calls of a method wait for one another, and for those of other such methods of the same object."""
-
-    @wraps(method)
-    def one_at_a_time(self: _Owner, *args: _Parameters.args, **options: _Parameters.kwargs) -> _Result:
-        with self.lock.reentrant:
-            return method(self, *args, **options)
-
-    return cast("Callable[Concatenate[_Owner, _Parameters], _Result]", one_at_a_time)
+    num_rows: int
+    rows_in_memory: int
+    slot_bytes: int
+    tier: Tier
 
 
 class TableStorage(nn.Module, ABC):
@@ -274,12 +242,6 @@ class TableStorage(nn.Module, ABC):
             gate: 0-dim, int32, on the device; None updates always.
         """
 
-    def hold(self, lease: RowLease) -> None:
-        """Keep rows in memory until the next step, since their gradients wait; where all are, do nothing."""
-
-    def arrive(self, lease: RowLease) -> None:
-        """Wait for rows that are on their way to memory; where all are there, do nothing."""
-
     def check(self) -> None:
         """Raise the errors that the device found in captured steps since the last call."""
 
@@ -290,7 +252,60 @@ class TableStorage(nn.Module, ABC):
     def settle(self) -> None:
         """Wait until a checkpoint that is being written has read the rows; call it before they are changed."""
 
+    # Tiers --------------------------------------------------------------------------------------------------
+
+    def tiered_tables(self) -> dict[str, TieredTable]:
+        """Return by name the tables of which memory has only some rows."""
+        return {}
+
+    @property
+    def plans_on_host(self) -> bool:
+        """Whether rows get their places in memory by keys that lie in host memory."""
+        return False
+
+    def locate(self, rows: Tensor, *, training: bool, ahead: bool) -> LocatedRows:
+        """Return where rows of a batch are in memory, and begin to fetch those that are not there.
+
+        Args:
+            rows: (N,), as `key_null` counts them.
+            training: whether they will be updated; others may be copied aside.
+            ahead: the lookup comes later, and the lease's `settle` says then whether the rows fit.
+
+        Raises:
+            CacheFullError: rows that will be updated do not fit into the memory of their table.
+        """
+        return LocatedRows(rows)
+
+    def hold(self, lease: RowLease) -> None:
+        """Keep rows in memory until the next step, since their gradients wait; where all are, do nothing."""
+
+    def arrive(self, lease: RowLease) -> None:
+        """Wait for rows that are on their way to memory; where all are there, do nothing."""
+
+    def begin_pass(self, keys: Mapping[str, NDArray[np.int64]]) -> PassMove:
+        """Bring the rows of a pass into memory, and write changed rows that leave; where all are, do nothing.
+
+        Args:
+            keys: of tables in tiers, by name: rising, distinct rows of this storage's part of the table.
+
+        Raises:
+            CacheFullError: a table's rows do not fit into its memory; nothing has changed.
+        """
+        return PassMove()
+
+    def tier_stats(self) -> dict[str, TierStats]:
+        """Return what was counted: "memory", the cache, and by name of the tiers below it; empty without tiers."""
+        return {}
+
     # Content ------------------------------------------------------------------------------------------------
+
+    def dynamic_table(self, table: str) -> DynamicTable:
+        """Return a dynamic table.
+
+        Raises:
+            ConfigError: the table has a fixed size.
+        """
+        raise ConfigError("the table is not dynamic", value=table, fix="use export_table and import_table")
 
     @abstractmethod
     def num_rows(self, table: str) -> int:
@@ -308,12 +323,51 @@ class TableStorage(nn.Module, ABC):
         """Return a view of those rows of a table that are in memory."""
         return self.table_rows(table)
 
+    # Checkpoints --------------------------------------------------------------------------------------------
+
     @abstractmethod
     def checkpoint_tensors(self, table: str) -> dict[str, Tensor]:
         """Return what a checkpoint has of a table: "weight", "state.<name>", and what else a dynamic table needs.
 
         Of a table in tiers it returns only shapes, on the meta device.
         """
+
+    def follow_changes(self) -> None:
+        """Note from now on which rows change, and forget what changed before; dynamic tables do not."""
+
+    def changed_rows(self, table: str) -> Tensor | None:
+        """Return the rows of a table that have changed since `follow_changes`, rising; None: all may have."""
+        return None
+
+    def take_snapshots(self) -> bool:
+        """Hold rows and state as they are now, for a checkpoint that is written beside training; return whether it can.
+
+        Steps continue; other changes wait until all is read, or until `end_snapshots`.
+        """
+        return False
+
+    def snapshot_of(self, table: str) -> tuple[RowSnapshot, range] | None:
+        """Return the snapshot that holds a table, and which of its rows are the table's; None: none was taken."""
+        return None
+
+    def end_snapshots(self) -> None:
+        """Let all changes go on: the snapshots are read completely, or abandoned."""
+
+    def column_pieces(
+        self, table: str, name: str, rows: NDArray[np.int64] | None = None
+    ) -> Iterator[NDArray[np.uint8]]:
+        """Yield the bytes of one of `checkpoint_tensors`, in order, a piece at a time.
+
+        Args:
+            rows: only these, distinct; None: all.
+        """
+        whole = self.checkpoint_tensors(table)[name].detach()
+        picked = whole if rows is None else whole[torch.from_numpy(rows).to(whole.device)]
+        yield picked.cpu().contiguous().view(-1).view(torch.uint8).numpy()
+
+    @abstractmethod
+    def restore(self, table: str, saved: SavedRows, *, weights_only: bool) -> None:
+        """Replace a table's rows, and its optimizer state unless `weights_only`, which makes it start again."""
 
     def mean_rows(self, table: str) -> Tensor | None:
         """Return an up-to-date view of the running mean of a table's rows; None if there is none."""

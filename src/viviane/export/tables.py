@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from viviane.batch import Bag, Batch
 from viviane.core.errors import ConfigError
 from viviane.embedding import (
-    CachedStorage,
     DynamicStorage,
     DynamicTableConfig,
     EmbeddingBag,
@@ -241,18 +240,18 @@ class FrozenCollection(nn.Module):
         self.places = place_features(list(self.features.values()), self.tables)
         self.output_dtype = parts[0].output_dtype
         self.device, self.width = collection.device, collection.width
-        made: list[_Part] = []
-        for i, storage in enumerate(collection.all_storages()):
-            if isinstance(storage, CachedStorage):
+        for storage in collection.all_storages():
+            if storage.in_tiers:
                 raise ConfigError(
                     "an exported model needs its tables completely in memory", where=f"embedding {name!r}",
                     fix="save the model, and export the saved folder",
                 )  # fmt: skip
-            if isinstance(storage, DynamicStorage):
-                made.append(DynamicPart(storage, f"{name}.{i}", kernels, frozen))
-            elif isinstance(storage, Storage):
-                made.append(FixedPart(storage, f"{name}.{i}", kernels))
-        self.parts = nn.ModuleList(made)
+        fixed = [FixedPart(one, f"{name}.{i}", kernels) for i, one in enumerate(parts[0].fixed_storages())]
+        dynamic = [
+            DynamicPart(one, f"{name}.{i}", kernels, frozen)
+            for i, one in enumerate(parts[0].dynamic_storages(), len(fixed))
+        ]
+        self.parts = nn.ModuleList([*fixed, *dynamic])
         self._part_of = {t: i for i, storage in enumerate(collection.all_storages()) for t in storage.tables}
 
     def move_outside(self) -> dict[str, Tensor]:

@@ -13,7 +13,6 @@ from viviane.config.optimizers import AnyOptimizer
 from viviane.core.device import resolve_device
 from viviane.core.errors import ConfigError
 from viviane.embedding import (
-    CachedStorage,
     CacheSettings,
     EmbeddingCollection,
     FeatureConfig,
@@ -169,21 +168,12 @@ def _start_shard(part: EmbeddingCollection, shard: Shard, table: AnyTable, seed:
     """Initialize the rows of a shard as in the whole table."""
     if not isinstance(table, TableConfig):
         return  # rows of a dynamic table begin when their keys come
-    storage = next(one for one in part.all_storages() if shard.table in one.tables)
-    if isinstance(storage, CachedStorage):
-        storage.begin_as(shard.table, partial(_fill_shard, shard=shard, table=table, seed=seed))
-        return
-    weight = part.table_rows(shard.table)
-    count = max(1, _FILL_ELEMENTS // table.dim)
-    for start in range(0, len(shard.keys), count):
-        keys = torch.tensor(shard.keys[start : start + count], device=weight.device)
-        rows = torch.empty(len(keys), table.dim, dtype=weight.dtype, device=weight.device)
-        fill_keys(rows, keys, table, seed)
-        weight[start : start + len(keys)] = rows[:, shard.start : shard.stop]
+    storage = next(one for one in part.fixed_storages() if shard.table in one.tables)
+    storage.begin_as(shard.table, partial(_fill_shard, shard=shard, table=table, seed=seed))
 
 
 def _fill_shard(weight: Tensor, rows: Tensor, *, shard: Shard, table: TableConfig, seed: int) -> None:
     """Fill rows of a shard as in the whole table."""
-    whole = torch.empty(len(rows), table.dim, dtype=weight.dtype)
+    whole = torch.empty(len(rows), table.dim, dtype=weight.dtype, device=weight.device)
     fill_keys(whole, shard.keys.start + rows * shard.keys.step, table, seed)
     weight.copy_(whole[:, shard.start : shard.stop])

@@ -176,9 +176,12 @@ class RocksDatabase:
                 self.family(table)
                 handle = self._db.get_column_family_handle(table)
             batch = self._rocks.WriteBatch(raw_mode=True)
-            fill(batch, handle)
-            with self._failing(where):
-                self._db.write(batch)
+            try:
+                fill(batch, handle)
+                with self._failing(where):
+                    self._db.write(batch)
+            finally:
+                del batch, handle  # the traceback of an error that somebody keeps would keep the database open
 
     def put(self, key: bytes, value: bytes) -> None:
         """Write something beside the tables, such as a note."""

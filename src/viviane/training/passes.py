@@ -15,7 +15,7 @@ from viviane.core.errors import CheckpointError
 from viviane.core.logging import get_logger
 from viviane.data import DataPasses
 from viviane.data.key_sets import KeySets
-from viviane.embedding import CachedStorage, TableCollection, TableConfig
+from viviane.embedding import TableCollection, TableConfig, TableStorage
 from viviane.embedding.keys import rows_of_keys
 from viviane.embedding.module_parts import collections_of
 from viviane.embedding.slot_cache import PassMove
@@ -46,22 +46,22 @@ def begin_pass(module: nn.Module, keys: Mapping[str, Any]) -> PassMove:
     return moved
 
 
-def tiered_storages(module: nn.Module) -> list[CachedStorage]:
+def tiered_storages(module: nn.Module) -> list[TableStorage]:
     """Return the storages of a module that have tables in tiers."""
     return [
         storage
         for collection in collections_of(module).values()
         for part in collection.parts()
         for storage in part.all_storages()
-        if isinstance(storage, CachedStorage) and storage.tiers
+        if storage.in_tiers
     ]
 
 
 def _rows_of_storages(
     collection: TableCollection, keys: Mapping[str, Any]
-) -> Iterator[tuple[CachedStorage, dict[str, Any]]]:
+) -> Iterator[tuple[TableStorage, dict[str, Any]]]:
     """Yield the storages of a collection that have tables in tiers, and the rows of each such table, rising."""
-    found: dict[int, tuple[CachedStorage, dict[str, Any]]] = {}
+    found: dict[TableStorage, dict[str, Any]] = {}
     for name, table in collection.tables.items():
         if not isinstance(table, TableConfig):
             continue
@@ -71,11 +71,11 @@ def _rows_of_storages(
             every = torch.from_numpy(np.concatenate([np.asarray(one, np.int64) for one in given]))
             rows = np.unique(rows_of_keys(every, table).numpy())
         for part in parts_of(collection, name):
-            if isinstance(part.storage, CachedStorage) and name in part.storage.tiers and part.keys:
-                own = found.setdefault(id(part.storage), (part.storage, {}))[1]
+            if part.storage is not None and name in part.storage.tiered_tables() and part.keys:
+                own = found.setdefault(part.storage, {})
                 inside = rows[(rows >= part.keys.start) & (rows < part.keys.stop)] - part.keys.start
                 own[name] = inside[inside % part.keys.step == 0] // part.keys.step
-    yield from found.values()
+    yield from found.items()
 
 
 class PassFeed:

@@ -6,7 +6,6 @@ from typing import Any
 
 from torch import nn
 
-from viviane.embedding.cache_sizes import slot_bytes_of
 from viviane.store import TierStats
 from viviane.training.passes import tiered_storages
 
@@ -21,10 +20,10 @@ def tier_counts(module: nn.Module) -> dict[str, Any]:
     for storage in tiered_storages(module):
         for name, stats in storage.tier_stats().items():
             tiers[name] = tiers.get(name, TierStats()).plus(stats)
-        for name, tier in storage.tiers.items():
-            size, room = slot_bytes_of(storage.layouts[name]), storage.room[name]
-            own = {"rows": storage.tables[name].num_rows, "rows_in_memory": room, "memory_bytes": room * size,
-                   "rows_on_disk": tier.num_rows(), "row_bytes": tier.layout.row_bytes}  # fmt: skip
+        for name, one in storage.tiered_tables().items():
+            own = {"rows": one.num_rows, "rows_in_memory": one.rows_in_memory,
+                   "memory_bytes": one.rows_in_memory * one.slot_bytes, "rows_on_disk": one.tier.num_rows(),
+                   "row_bytes": one.tier.layout.row_bytes}  # fmt: skip
             shown = name if name not in tables else f"{name} (dim {storage.dim})"
             tables[shown] = own
     if not tiers:

@@ -14,9 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from viviane.embedding import Storage
 from viviane.embedding.row_snapshot import RowSnapshot
-from viviane.training.checkpoint.table_parts import TablePart
 from viviane.training.checkpoint.tensor_files import Source, UnchangedTensor
 
 _PINNED_BYTES: Final = 64 << 20  # torch allocates pinned memory in powers of two, and reuses it for the next checkpoint
@@ -106,16 +104,12 @@ class CopyStream:
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
 
 
-def held_rows(part: TablePart, tensors: Mapping[str, Tensor]) -> dict[str, Source]:
-    """Return sources of a part's tensors from the snapshots that its storage has taken."""
-    storage = part.storage
-    assert isinstance(storage, Storage)
-    index = next(i for i, one in enumerate(storage.rule_ranges) if part.table in one.tables)
-    start = storage.bases[part.table] - storage.rule_ranges[index].start
-    stop, waiting = start + storage.tables[part.table].num_rows, set()
+def held_rows(snapshot: RowSnapshot, rows: range, tensors: Mapping[str, Tensor]) -> dict[str, Source]:
+    """Return sources of a table's tensors from a snapshot, in which its rows are `rows`."""
+    waiting: set[str] = set()
     found: dict[str, Source] = {}
     for name, like in tensors.items():
         short = name.removeprefix("state.")
         waiting.add(short)
-        found[name] = HeldRows(storage.snapshots[index], short, start, stop, like, waiting)
+        found[name] = HeldRows(snapshot, short, rows.start, rows.stop, like, waiting)
     return found

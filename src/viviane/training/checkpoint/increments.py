@@ -14,14 +14,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from viviane.core.errors import CheckpointError, CheckpointNotFoundError
-from viviane.embedding import CachedStorage
-from viviane.embedding.row_moves import PIECE_ROWS
 from viviane.training.checkpoint.manifest import (
     KEYS,
     BaseEntry,
@@ -32,8 +28,8 @@ from viviane.training.checkpoint.manifest import (
     read_manifest,
     verify_files,
 )
-from viviane.training.checkpoint.saved_table import STATE, SavedTable
-from viviane.training.checkpoint.table_parts import TablePart
+from viviane.training.checkpoint.saved_table import SavedTable
+from viviane.training.checkpoint.table_parts import TablePart, TieredRows
 from viviane.training.checkpoint.tensor_files import Source, UnchangedTensor
 
 _MOST_BASES: Final = 10_000
@@ -186,28 +182,6 @@ def base_of(folder: Path) -> BaseEntry:
 # Writing ------------------------------------------------------------------------------------------------------
 
 
-class ChangedTieredRows:
-    """One column of some rows of a table in tiers, read when it is written.
-
-    Args:
-        storage, table: the table and its storage.
-        column: "weight", or the name of an optimizer state.
-        rows: rising.
-    """
-
-    def __init__(self, storage: CachedStorage, table: str, column: str, rows: NDArray[np.int64]) -> None:
-        self._storage, self._table, self._column, self._rows = storage, table, column, rows
-        like = storage.column_shapes(table)[column]
-        self.shape, self.dtype = (len(rows), *like.shape[1:]), like.dtype
-
-    def pieces(self) -> Iterator[NDArray[np.uint8]]:
-        """Yield all bytes in order."""
-        layout = self._storage.layouts[self._table]
-        for low in range(0, len(self._rows), PIECE_ROWS):
-            rows = self._storage.rows_at(self._table, self._rows[low : low + PIECE_ROWS])
-            yield np.ascontiguousarray(layout.column(rows, self._column))
-
-
 def changed_sources(part: TablePart, live: dict[str, Tensor], rows: Tensor) -> dict[str, Source]:
     """Return the sources of an increment's file; rows in memory are copied, those in tiers are read when written.
 
@@ -219,9 +193,8 @@ def changed_sources(part: TablePart, live: dict[str, Tensor], rows: Tensor) -> d
     keys: Source = UnchangedTensor(part.keys.start + rows * part.keys.step)
     found = {KEYS: keys}
     for name, one in live.items():
-        if isinstance(part.storage, CachedStorage):
-            column = name.removeprefix(STATE)
-            found[name] = ChangedTieredRows(part.storage, part.table, column, rows.numpy())
+        if part.storage is not None and part.storage.in_tiers:
+            found[name] = TieredRows(part.storage, part.table, name, rows.numpy())
         else:
             found[name] = UnchangedTensor(one.detach().index_select(0, rows.to(one.device)).cpu())
     return found

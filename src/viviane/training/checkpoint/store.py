@@ -12,7 +12,6 @@ from torch import nn
 from viviane.core.errors import CheckpointError, VivianeError
 from viviane.core.files import write_json_atomic
 from viviane.core.logging import get_logger
-from viviane.embedding import Storage
 from viviane.embedding.module_parts import collections_of
 from viviane.optim import DenseOptimizer
 from viviane.parallel import Group
@@ -134,8 +133,7 @@ class CheckpointStore:
         for collection in collections_of(module).values():
             for part in collection.parts():
                 for storage in part.all_storages():
-                    if isinstance(storage, Storage):
-                        storage.follow_changes()
+                    storage.follow_changes()
         self._base = step
 
     def _usable_base(self, step: int) -> BaseEntry | None:

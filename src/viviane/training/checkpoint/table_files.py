@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from viviane.core.errors import CheckpointError
-from viviane.embedding import CachedStorage, DynamicStorage, DynamicTableConfig, Storage, TableCollection
+from viviane.embedding import DynamicTableConfig, TableCollection
 from viviane.embedding.dynamic_content import misfits
 from viviane.embedding.module_parts import collections_of
 from viviane.ops.row_update import initial_state
@@ -23,7 +23,6 @@ from viviane.training.checkpoint.increments import open_table
 from viviane.training.checkpoint.manifest import Manifest, ShardEntry, TableEntry, TensorEntry
 from viviane.training.checkpoint.saved_table import MEAN, STATE, SavedTable
 from viviane.training.checkpoint.table_parts import TablePart, parts_of
-from viviane.training.checkpoint.tiered_rows import restore_rows
 
 _FOR_TRAINING = (STATE, "admission.")
 
@@ -139,18 +138,16 @@ class TableFile:
             )
         saved = open_table(folder, manifest, self.full)
         for part in self.parts:
-            if isinstance(part.storage, DynamicStorage):
-                tensors = self._dynamic(saved, weights_only)
-                wrong = misfits(part.storage.table, tensors, weights_only=weights_only)
+            if part.storage is None:
+                continue
+            if self.is_dynamic:
+                tensors = SavedPart(saved, part, weights_only=weights_only).content()
+                wrong = misfits(part.storage.dynamic_table(self.name), tensors, weights_only=weights_only)
                 if wrong:
                     raise CheckpointError("the table's keys do not match", where=where, value="; ".join(wrong))
-            elif part.storage is not None:
+            else:
                 self._check_widths(saved, part, where, weights_only)
         return saved
-
-    def _dynamic(self, saved: SavedTable, weights_only: bool) -> dict[str, Tensor]:
-        left_out = _FOR_TRAINING if weights_only else ()
-        return {name: one for name, one in saved.content().items() if not name.startswith(left_out)}
 
     def _check_widths(self, saved: SavedTable, part: TablePart, where: str, weights_only: bool) -> None:
         for name, own in part.tensors().items():
@@ -168,23 +165,36 @@ class TableFile:
         """Copy what `read` returned into the parts of this process."""
         padding = self.collection.tables[self.name].padding_id
         for part in self.parts:
-            if isinstance(part.storage, DynamicStorage):
-                part.storage.table.replace(self._dynamic(saved, weights_only))
-                if weights_only:
-                    part.storage.table.num_steps = 0
-            elif isinstance(part.storage, Storage):
-                if isinstance(part.storage, CachedStorage):
-                    restore_rows(part.storage, saved, part, weights_only=weights_only)
-                else:
-                    for name, own in part.tensors().items():
-                        if name == "weight" or not weights_only:
-                            saved.copy_to(name, own, part.keys, part.start, part.stop)
-                if weights_only:
-                    part.storage.reset_table_state(self.name)
-                else:
-                    part.storage.steps[self.name] = saved.entry.step
-                if padding is not None and padding in part.keys:
-                    part.storage.clear_row(self.name, part.keys.index(padding))
+            if part.storage is not None:
+                rows = SavedPart(saved, part, padding, weights_only=weights_only)
+                part.storage.restore(self.name, rows, weights_only=weights_only)
+
+
+class SavedPart:
+    """The rows of a part of a table, as a checkpoint has them; see `viviane.embedding.state.SavedRows`.
+
+    Args:
+        saved: the table in the checkpoint.
+        part: the part of this process.
+        padding: the key whose row stays zero.
+        weights_only: leave out what only training needs.
+    """
+
+    def __init__(
+        self, saved: SavedTable, part: TablePart, padding: int | None = None, *, weights_only: bool = False
+    ) -> None:
+        self._saved, self._part, self._left_out = saved, part, _FOR_TRAINING if weights_only else ()
+        self.step = saved.entry.step
+        self.padding_row = part.keys.index(padding) if padding is not None and padding in part.keys else None
+
+    def content(self) -> dict[str, Tensor]:
+        """Return all tensors by name, of a dynamic table."""
+        return {name: one for name, one in self._saved.content().items() if not name.startswith(self._left_out)}
+
+    def copy_to(self, name: str, target: Tensor, first: int = 0) -> None:
+        """Fill a tensor with the rows of a column from `first` on."""
+        part = self._part
+        self._saved.copy_to(name, target, part.keys[first : first + len(target)], part.start, part.stop)
 
 
 def table_files(module: nn.Module) -> list[TableFile]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from viviane.core.errors import CheckpointError
@@ -46,6 +48,25 @@ class TablePart:
     def mean(self) -> Tensor | None:
         """An up-to-date view of the running mean of its rows; None if there is none."""
         return None if self.storage is None else self.storage.mean_rows(self.table)
+
+
+class TieredRows:
+    """One column of a table in tiers, read when it is written: a piece at a time, never the complete table.
+
+    Args:
+        storage, table: the table and its storage.
+        name: of the tensor in a checkpoint: "weight", or "state.<name>".
+        rows: only these, rising; None: all.
+    """
+
+    def __init__(self, storage: TableStorage, table: str, name: str, rows: NDArray[np.int64] | None = None) -> None:
+        self._storage, self._table, self._name, self._rows = storage, table, name, rows
+        like = storage.checkpoint_tensors(table)[name]
+        self.shape, self.dtype = (len(like if rows is None else rows), *like.shape[1:]), like.dtype
+
+    def pieces(self) -> Iterator[NDArray[np.uint8]]:
+        """Yield all bytes in order."""
+        yield from self._storage.column_pieces(self._table, self._name, self._rows)
 
 
 def parts_of(collection: TableCollection, table: str) -> list[TablePart]:

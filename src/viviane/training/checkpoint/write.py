@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from viviane.core.errors import CheckpointError
 from viviane.core.exchange import sync_folder
 from viviane.core.files import replace_folder, write_bytes_atomic
-from viviane.embedding import CachedStorage, Storage
+from viviane.embedding import TableStorage
 from viviane.embedding.module_parts import collections_of, dense_parameters
 from viviane.optim import DenseOptimizer
 from viviane.parallel import Group, ShardedCollection
@@ -46,9 +46,8 @@ from viviane.training.checkpoint.manifest import (
 )
 from viviane.training.checkpoint.saved_table import Progress
 from viviane.training.checkpoint.table_files import table_file, table_files
-from viviane.training.checkpoint.table_parts import TablePart, choose_writers, group_of
+from viviane.training.checkpoint.table_parts import TablePart, TieredRows, choose_writers, group_of
 from viviane.training.checkpoint.tensor_files import Source, unchanged_tensors, write_sources
-from viviane.training.checkpoint.tiered_rows import tiered_sources
 
 _FULL: Final = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 T = TypeVar("T")
@@ -74,7 +73,7 @@ class Content:
     tables: dict[str, TableEntry] = field(default_factory=dict)
     order: list[str] = field(default_factory=list)
     history: str | None = None
-    storages: list[Storage] = field(default_factory=list)
+    storages: list[TableStorage] = field(default_factory=list)
 
     @property
     def num_bytes(self) -> int:
@@ -188,22 +187,21 @@ def _collect_tables(
     if hold:
         for (file, i), rows in zip(own, changed, strict=True):
             storage = file.parts[i].storage
-            if isinstance(storage, CachedStorage) or rows is not None:
-                continue
-            if isinstance(storage, Storage) and not storage.weight.is_cuda and storage not in content.storages:
+            if storage is not None and rows is None and storage not in content.storages and storage.take_snapshots():
                 content.storages.append(storage)
-                storage.take_snapshots()
     for (file, i), live, rows in zip(own, tensors, changed, strict=True):
         part = file.parts[i]
+        assert part.storage is not None
+        snapshot = part.storage.snapshot_of(part.table) if hold else None
         sources: dict[str, Source]
         if rows is not None:
             sources = changed_sources(part, live, rows)
-        elif isinstance(part.storage, CachedStorage):
-            sources = dict(tiered_sources(part.storage, file.name, list(live)))
-        elif not hold:
-            sources = unchanged_tensors(live)
+        elif part.storage.in_tiers:
+            sources = {name: TieredRows(part.storage, part.table, name) for name in live}
+        elif snapshot is not None:
+            sources = held_rows(*snapshot, live)
         else:
-            sources = held_rows(part, live) if part.storage in content.storages else stream.hold(live)
+            sources = stream.hold(live) if hold else unchanged_tensors(live)
         content.files[table_file(file.full, i, len(file.parts))] = sources
         content.tables[file.full] = file.describe(
             part, sources["weight"].shape[0], optimizer_state, is_increment=rows is not None
@@ -212,7 +210,7 @@ def _collect_tables(
 
 def _changed_rows(part: TablePart) -> Tensor | None:
     """Return the rows of a part that changed since its storage follows changes; None: the part is written whole."""
-    return part.storage.changed_rows(part.table) if isinstance(part.storage, Storage) else None
+    return None if part.storage is None else part.storage.changed_rows(part.table)
 
 
 def _plans(module: nn.Module) -> dict[str, Any]:
