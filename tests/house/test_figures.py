@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ def script(name: str) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look it up there
     spec.loader.exec_module(module)
     return module
 
@@ -131,3 +133,17 @@ def test_a_broken_line_is_named(recorder: ModuleType, tmp_path: Path) -> None:
 )
 def test_numbers_are_written_for_people(value: float | None, text: str) -> None:
     assert script("tables").number(value) == text
+
+
+def test_make_gpu_runs_every_test_that_needs_a_gpu() -> None:
+    stages = script("on_gpus")
+    listed = [Path(one) for one in f"{stages.ONE_GPU} {stages.SEVERAL_GPUS}".split()]
+    root = BENCHMARKS.parent
+    needs = re.compile(r"not torch\.cuda\.is_available\(\)|torch\.cuda\.device_count\(\)")
+    marked = [one.relative_to(root) for one in root.glob("tests/**/test_*.py") if needs.search(one.read_text("utf-8"))]
+    own = Path(__file__).relative_to(root)
+    left_out = [one for one in marked if one != own and not any(one.is_relative_to(place) for place in listed)]
+    assert left_out == [Path("tests/serving/test_requests.py")], (
+        "add it to benchmarks/on_gpus.py"
+    )  # needs that none is there
+    assert all((root / one).exists() for one in listed)

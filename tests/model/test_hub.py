@@ -107,7 +107,7 @@ def test_a_pushed_model_comes_back_with_the_same_bits(hub: str) -> None:
     made.push_to_hub(
         "me/clicks", endpoint=hub, token="hf_x", card=model_card(made, license="mit", figures={"auc": 0.7})
     )
-    again = vv.Model.from_hub("me/clicks", endpoint=hub, token="hf_x")
+    again = vv.Model.from_hub("me/clicks", endpoint=hub, token="hf_x", device="cpu")
     rows = {"c": [3, 4, 5]}
     assert np.array_equal(again.predict(rows), made.predict(rows))
 
@@ -127,13 +127,13 @@ def test_a_hub_that_fails_is_asked_again(hub: str, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(Hub, "do_GET", failing)
     rows = {"c": [3, 4, 5]}
-    again = vv.Model.from_hub("me/clicks", endpoint=hub, token="hf_x")
+    again = vv.Model.from_hub("me/clicks", endpoint=hub, token="hf_x", device="cpu")
     assert np.array_equal(again.predict(rows), made.predict(rows))
     assert not failures
     failures += [1] * 1000
     monkeypatch.setenv("VIVIANE_REMOTE_ATTEMPTS", "2")
     with pytest.raises(RemoteError):
-        vv.Model.from_hub("me/clicks", endpoint=hub, token="hf_x")
+        vv.Model.from_hub("me/clicks", endpoint=hub, token="hf_x", device="cpu")
 
 
 def test_what_the_hub_refuses_is_an_error_of_ours(hub: str) -> None:
@@ -143,7 +143,7 @@ def test_what_the_hub_refuses_is_an_error_of_ours(hub: str) -> None:
 
 def test_a_repository_without_a_model_is_refused(hub: str) -> None:
     with pytest.raises(ConfigError, match="no model of Viviane"):
-        vv.Model.from_hub("me/clicks", endpoint=hub, token="hf_x")
+        vv.Model.from_hub("me/clicks", endpoint=hub, token="hf_x", device="cpu")
 
 
 @pytest.mark.parametrize("name", ["../outside", "/tmp/viviane-outside", "a\0b", "weights/../../outside", "\ud800"])

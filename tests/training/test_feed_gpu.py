@@ -93,7 +93,7 @@ def test_rows_put_in_order_on_the_gpu_are_those_of_the_reader(request, kind, siz
 
 def test_rows_go_to_the_gpu_in_the_order_of_the_files(plain, monkeypatch):
     monkeypatch.setattr(device_shuffle, "_LEAST_ROWS", 1 << 20)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profiler:
         batches = list(DeviceFeed.open(plain, 64, GPU, shuffle=True))
         torch.cuda.synchronize()
     copies = [one for one in profiler.events() if "HtoD" in one.name]
@@ -111,7 +111,7 @@ def test_what_cannot_be_put_in_order_on_the_gpu_is_refused_or_goes_by_the_host(r
     monkeypatch.setattr(device_shuffle, "_SHARE_OF_MEMORY", 1 << 40)
     with pytest.raises(ConfigError, match="take 1 MiB of the GPU, and 0 are allowed"):
         DeviceFeed.open(plain, 768, GPU, shuffle=True, shuffle_on="device")
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profiler:
         list(DeviceFeed.open(plain, 768, GPU, shuffle=True))
         torch.cuda.synchronize()
     assert not any("take_rows" in one.name for one in profiler.events())
@@ -176,7 +176,7 @@ def test_device_memory_is_not_used_again_before_a_slow_step_is_done(rows):
 
 
 def test_a_batch_is_moved_in_one_copy(rows):
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profiler:
         batches = list(DeviceFeed.open(rows, 4096, GPU))
         torch.cuda.synchronize()
     copies = [one for one in profiler.events() if "HtoD" in one.name]
@@ -187,7 +187,7 @@ def test_a_batch_is_moved_in_one_copy(rows):
 
 def test_batches_of_a_run_are_moved_in_one_copy(plain, monkeypatch):
     monkeypatch.setattr(prefetch, "_RUN_ROWS_FOR_GPU", 4 * 768)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profiler:
         batches = list(DeviceFeed.open(plain, 768, GPU))
         torch.cuda.synchronize()
     copies = [one for one in profiler.events() if "HtoD" in one.name]
