@@ -94,6 +94,8 @@ class Writes:
     def note(self, kind: str, path: object = "") -> None:
         if getattr(self._own, "busy", False):
             return
+        if isinstance(path, int):  # of an open file, as newer releases of filelock give it
+            path = os.readlink(f"/proc/self/fd/{path}")  # noqa: PTH115
         text = os.path.abspath(os.fsdecode(path)) if path else self.root  # noqa: PTH100
         if not text.startswith(self.root):
             return

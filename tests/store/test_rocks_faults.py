@@ -47,10 +47,12 @@ def test_after_a_full_disk_rows_are_written_again_without_a_restart(tmp_path: Pa
     tier, other = (AppliedRocksTier(database, name, LAYOUT) for name in ("user", "item"))
     none = np.empty(0, np.int64)
     tier.apply(KEYS, rows_of(KEYS, 1), none, {"applied": b"1"})
+    kept = []  # errors, whose tracebacks have the frames of the write
     with full_disk():
         for _ in range(2):
-            with pytest.raises(StoreError, match="cannot write") as kept:  # its traceback has the frames of the write
+            with pytest.raises(StoreError, match="cannot write") as caught:
                 tier.apply(KEYS, rows_of(KEYS, 2), none, {"applied": b"2"})
+            kept.append(caught)
             check(tier, 1)
         assert tier.note("applied") == b"1"
     scan = tier.scan(10)
@@ -64,7 +66,7 @@ def test_after_a_full_disk_rows_are_written_again_without_a_restart(tmp_path: Pa
     check(other, 3)
     database.close()
     database = RocksDatabase(tmp_path / "db")
-    del kept
+    assert kept
     tier = AppliedRocksTier(database, "user", LAYOUT)
     check(tier, 2)
     assert tier.note("applied") == b"2"

@@ -15,7 +15,7 @@ import psutil
 from click_models import build, train
 
 import viviane as vv
-from viviane.serving import ModelEntry
+from viviane.serving import ModelEntry, SessionSettings
 from viviane.serving.parameter_server import TableSettings
 
 _POOL = 16
@@ -77,7 +77,8 @@ def run(folder: Path, changes: int, least_requests: int, *, quiet_s: float, sett
     done: list[tuple[float, float, int, bytes]] = []
     ended = threading.Event()
     with vv.ModelRepository() as repository:
-        repository.add(ModelEntry(name="ctr", path=str(folder), versions=(1,), tables=tiers))
+        repository.add(ModelEntry(name="ctr", path=str(folder), versions=(1,), tables=tiers,
+                                  session=SessionSettings(device="cpu")))  # fmt: skip
         assert repository.predict("ctr", requests[0]).tobytes() == expected[1][0]
 
         def ask(seed: int) -> None:
