@@ -17,7 +17,6 @@ from viviane.embedding.base import TableCollection
 from viviane.embedding.collection import EmbeddingCollection
 from viviane.embedding.launches import Launch
 from viviane.embedding.lookup import OneHotPlan, entries_at, hand_over
-from viviane.embedding.storage import Storage
 from viviane.embedding.table_storage import StorageLookup
 from viviane.ops.dispatch import choose, load
 
@@ -58,7 +57,7 @@ class SmallStep:
         if keys.device.type != "cpu" or collection.device.type != "cpu" or collection.output_dtype != torch.float32:
             return None
         plans = collection.one_hot_plans(batch.layout.one_hot)
-        if plans is None or len(plans) != 1 or type(plans[0].storage) is not Storage:
+        if plans is None or len(plans) != 1 or plans[0].storage.in_tiers:
             return None
         [plan] = plans
         storage = plan.storage
