@@ -5,11 +5,9 @@ Shapes: R rows of all tables together, S slots of the cache, D their width, N en
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,15 +28,13 @@ from viviane.embedding.slot_cache import HostSlotCache, PassMove, SlotCache
 from viviane.embedding.state import SavedRows, TableState, check_content
 from viviane.embedding.storage import ZERO_ROWS, Storage
 from viviane.embedding.table_storage import LocatedRows, TieredTable
-from viviane.embedding.tier_rows import TierRows, bytes_of
+from viviane.embedding.tier_rows import MakeTier, TierRows, bytes_of
 from viviane.ops.capture import refuse_capture
 from viviane.ops.native.pages import advise_huge_pages
 from viviane.ops.row_update import Entries, Scratch, initial_state, norm_squared, sort_entries, state_shape
-from viviane.store import ArrayTier, FileTier, HostCacheTier, RowLayout, Tier, TierStats
+from viviane.store import ArrayTier, HostCacheTier, Tier, TierStats
 from viviane.store.slots import CacheFullError, Region
 from viviane.store.streams import TransferStreams
-
-MakeTier = Callable[[TableConfig, RowLayout], Tier]
 
 
 class CachedStorage(Storage):
@@ -564,47 +560,3 @@ class CachedStorage(Storage):
             raise ConfigError("a cache of tables stays on its device", value=str(self.weight.device),
                               fix="build the collection with device=")  # fmt: skip
         return super()._apply(fn, recurse)
-
-
-def mapped_tiers(streams: TransferStreams) -> MakeTier:
-    """Return what opens host memory for each table that kernels of a device reach."""
-
-    def make(table: TableConfig, layout: RowLayout) -> Tier:
-        memory = streams.mapped_memory(table.num_rows * layout.row_bytes)
-        return ArrayTier(layout, table.num_rows, memory=memory)
-
-    return make
-
-
-def host_tiers(folder: Path | None, host_rows: Mapping[str, int]) -> MakeTier:
-    """Return what opens host memory for each table, over a working file where not all of its rows fit.
-
-    Args:
-        folder: around the files; see `file_tiers`.
-        host_rows: rows of each table that host memory holds.
-    """
-    below = file_tiers(folder)
-
-    def make(table: TableConfig, layout: RowLayout) -> Tier:
-        rows = host_rows[table.name]
-        if rows >= table.num_rows:
-            return ArrayTier(layout, table.num_rows)
-        return HostCacheTier(below(table, layout), table.num_rows, max_rows=rows)
-
-    return make
-
-
-def file_tiers(folder: Path | None) -> MakeTier:
-    """Return what opens a working file for each table; its disk is given back when the process ends.
-
-    Args:
-        folder: around it; None: that of temporary files.
-    """
-    if folder is not None:
-        folder.mkdir(parents=True, exist_ok=True)
-
-    def make(table: TableConfig, layout: RowLayout) -> Tier:
-        place = Path(tempfile.mkdtemp(prefix="viviane-rows-", dir=folder))
-        return FileTier(place, layout, table.num_rows, durable=False, name="file")
-
-    return make

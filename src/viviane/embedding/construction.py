@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,13 @@ import torch
 from viviane.config.optimizers import AnyOptimizer
 from viviane.core.errors import ConfigError
 from viviane.embedding.cache_sizes import CacheSettings, divided, host_rows_of_tables, placed, slots_of_tables
-from viviane.embedding.cached_storage import CachedStorage, file_tiers, host_tiers, mapped_tiers
+from viviane.embedding.cached_storage import CachedStorage
 from viviane.embedding.config import TableConfig
 from viviane.embedding.dynamic_config import AnyTable, DynamicTableConfig
 from viviane.embedding.dynamic_storage import DynamicStorage
 from viviane.embedding.storage import Storage
+from viviane.embedding.tier_rows import MakeTier
+from viviane.store import ArrayTier, FileTier, HostCacheTier, RowLayout, Tier
 from viviane.store.streams import DeviceStreams, TransferStreams
 
 
@@ -78,6 +81,50 @@ def _cached(
 def transfer_streams(device: torch.device) -> TransferStreams | None:
     """Return what copies rows between host memory and a device; None for the CPU, which reads the tiers itself."""
     return DeviceStreams(device) if device.type == "cuda" else None
+
+
+def mapped_tiers(streams: TransferStreams) -> MakeTier:
+    """Return what opens host memory for each table that kernels of a device reach."""
+
+    def make(table: TableConfig, layout: RowLayout) -> Tier:
+        memory = streams.mapped_memory(table.num_rows * layout.row_bytes)
+        return ArrayTier(layout, table.num_rows, memory=memory)
+
+    return make
+
+
+def host_tiers(folder: Path | None, host_rows: Mapping[str, int]) -> MakeTier:
+    """Return what opens host memory for each table, over a working file where not all of its rows fit.
+
+    Args:
+        folder: around the files; see `file_tiers`.
+        host_rows: rows of each table that host memory holds.
+    """
+    below = file_tiers(folder)
+
+    def make(table: TableConfig, layout: RowLayout) -> Tier:
+        rows = host_rows[table.name]
+        if rows >= table.num_rows:
+            return ArrayTier(layout, table.num_rows)
+        return HostCacheTier(below(table, layout), table.num_rows, max_rows=rows)
+
+    return make
+
+
+def file_tiers(folder: Path | None) -> MakeTier:
+    """Return what opens a working file for each table; its disk is given back when the process ends.
+
+    Args:
+        folder: around it; None: that of temporary files.
+    """
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def make(table: TableConfig, layout: RowLayout) -> Tier:
+        place = Path(tempfile.mkdtemp(prefix="viviane-rows-", dir=folder))
+        return FileTier(place, layout, table.num_rows, durable=False, name="file")
+
+    return make
 
 
 def by_name(kind: str, items: Sequence[Any]) -> dict[str, Any]:

@@ -239,8 +239,7 @@ class Storage(TableStorage):
         """Let rows of a table begin as `fill(weight (K, D), keys (K,))` makes them; before the first lookup."""
         weight = self.table_rows(name)
         count = max(1, _FILL_ELEMENTS // self.dim)
-        for first in range(0, len(weight), count):
-            rows = weight[first : first + count]
+        for first, rows in zip(range(0, len(weight), count), torch.split(weight, count), strict=True):
             fill(rows, torch.arange(first, first + len(rows), device=weight.device))
 
     def clear_padding(self, name: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Final
+from typing import Final, TypeAlias
 
 import numpy as np
 import torch
@@ -18,6 +18,8 @@ from viviane.ops.row_update import initial_state
 from viviane.store import RowLayout, Tier
 from viviane.store.threads import run_all, shares
 
+MakeTier: TypeAlias = Callable[[TableConfig, RowLayout], Tier]
+"""Opens the tier of a table."""
 _SHARED_ROWS: Final = 4096
 """Of a thread, at least: with smaller shares threads wait for the interpreter's lock."""
 
