@@ -1,6 +1,5 @@
 """Locks on outputs: who holds one is said, a dead holder does not block, nothing stays behind."""
 
-import errno
 import os
 import signal
 import subprocess
@@ -11,7 +10,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from filelock import FileLock, Timeout
 
 from viviane.core.errors import ConfigError
 from viviane.core.exchange import reserved
@@ -114,61 +112,4 @@ def test_long_names_have_locks(tmp_path: Path) -> None:
     path = tmp_path / ("ü" * 120)
     with reserved(path) as work:
         assert work.is_dir()
-    assert list(tmp_path.iterdir()) == []
-
-
-ADD = """
-import sys
-from pathlib import Path
-from viviane.core.locks import locked
-total = Path(sys.argv[1])
-for _ in range(100):
-    with locked(total, wait_s=60):
-        total.write_text(str(int(total.read_text()) + 1))
-assert "filelock" not in sys.modules
-"""
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="locks of the library filelock")
-def test_processes_take_turns_although_each_removes_the_file(tmp_path: Path) -> None:
-    total = tmp_path / "total"
-    total.write_text("0")
-    adding = [subprocess.Popen([sys.executable, "-c", ADD, str(total)]) for _ in range(3)]
-    assert [one.wait() for one in adding] == [0, 0, 0]
-    assert total.read_text() == "300"
-    assert list(tmp_path.iterdir()) == [total]
-
-
-def test_a_lock_of_the_library_filelock_is_one(tmp_path: Path) -> None:
-    path = tmp_path / "out"
-    with FileLock(hidden_name(path, "lock")), pytest.raises(ConfigError, match="another process"), locked(path):
-        pass
-    with locked(path), pytest.raises(Timeout), FileLock(hidden_name(path, "lock"), timeout=0):
-        pass
-
-
-@pytest.mark.filterwarnings("ignore:flock not supported")
-def test_without_flock_a_file_is_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fcntl = pytest.importorskip("fcntl")
-
-    def missing(*_: object) -> None:
-        raise OSError(errno.ENOSYS, "no such call")
-
-    monkeypatch.setattr(fcntl, "flock", missing)
-    for _ in range(2):
-        with locked(tmp_path / "out"):
-            assert is_held(tmp_path / "out")
-            assert hidden_name(tmp_path / "out", "lock").exists()
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_what_cannot_be_locked_is_said_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fcntl = pytest.importorskip("fcntl")
-
-    def refused(*_: object) -> None:
-        raise OSError(errno.ENOLCK, "no locks left")
-
-    monkeypatch.setattr(fcntl, "flock", refused)
-    with pytest.raises(OSError, match="no locks left"), locked(tmp_path / "out"):
-        pass
     assert list(tmp_path.iterdir()) == []

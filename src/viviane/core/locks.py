@@ -8,24 +8,20 @@ machine, and across machines if their shared file system supports such locks.
 from __future__ import annotations
 
 import datetime
-import errno
 import hashlib
 import os
 import socket
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from viviane.core.errors import ConfigError
 
 _WAIT_SECONDS: Final = 0.3  # a lock that is being released, or is held only for a check
-_POLL_SECONDS: Final = 0.02
 _LONGEST_NAME: Final = 200  # bytes of a name, to which about 30 are added; file systems allow 255
 _LONGEST_NOTE: Final = 2000
 _guard = threading.Lock()
@@ -33,8 +29,7 @@ _guard = threading.Lock()
 
 @dataclass
 class _Held:
-    release: Callable[[], None]
-    forget: Callable[[], None]  # in a forked process, which shares the lock
+    lock: Any
     thread: int
     count: int = 1
 
@@ -95,6 +90,8 @@ def is_held(path: Path) -> bool:
 
 
 def _acquire(place: Path, wait_s: float, once: bool) -> None:
+    from filelock import FileLock, Timeout
+
     with _guard:
         held = _held.get(place)
         if held is not None:
@@ -104,81 +101,16 @@ def _acquire(place: Path, wait_s: float, once: bool) -> None:
             held.count += 1
             return
         file = hidden_name(place, "lock")
-        held = _with_system_lock(file, wait_s)
-        if held is None:
-            raise _busy(place, _holder(place))
-        _held[place] = held
+        lock = FileLock(file, timeout=wait_s, thread_local=False)
+        try:
+            lock.acquire(poll_interval=0.02)
+        except Timeout:
+            if not file.exists():  # it could not be created, which looks like a held lock; this raises the cause
+                file.touch()
+            raise _busy(place, _holder(place)) from None
+        _held[place] = _Held(lock, threading.get_ident())
         with suppress(OSError):  # the note is informative only; the lock works without it
             _note_file(place).write_text(_note(), encoding="utf-8")
-
-
-def _with_system_lock(file: Path, wait_s: float) -> _Held | None:
-    """Lock a file; None if it stays locked by another process.
-
-    As the library filelock does, which is used where there is no `flock`: it takes 10 ms to load.
-    """
-    if sys.platform == "win32":
-        return _with_filelock(file, wait_s)
-    until = time.monotonic() + wait_s
-    while True:
-        descriptor, created = _opened(file)
-        try:
-            locked_now = _flock(descriptor)
-        except BaseException as error:
-            os.close(descriptor)
-            if created:
-                file.unlink(missing_ok=True)
-            if isinstance(error, OSError) and error.errno == errno.ENOSYS:
-                return _with_filelock(file, wait_s)
-            raise
-        if locked_now and os.fstat(descriptor).st_nlink:  # else its holder removed it meanwhile
-            return _Held(partial(_unlock, descriptor), partial(os.close, descriptor), threading.get_ident())
-        os.close(descriptor)
-        if time.monotonic() >= until:
-            return None
-        time.sleep(_POLL_SECONDS)
-
-
-def _flock(descriptor: int) -> bool:
-    import fcntl
-
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-def _unlock(descriptor: int) -> None:
-    import fcntl
-
-    fcntl.flock(descriptor, fcntl.LOCK_UN)  # a process that is being started may share it for a moment
-    os.close(descriptor)
-
-
-def _opened(file: Path) -> tuple[int, bool]:
-    """Open a lock's file, and return whether it was created."""
-    flags = os.O_RDWR | os.O_NOFOLLOW
-    while True:
-        try:
-            return os.open(file, flags | os.O_CREAT | os.O_EXCL, 0o644), True
-        except FileExistsError:
-            # Without O_CREAT, which systems refuse for the file of another user in /tmp.
-            with suppress(FileNotFoundError):  # removed meanwhile
-                return os.open(file, flags), False
-
-
-def _with_filelock(file: Path, wait_s: float) -> _Held | None:
-    from filelock import FileLock, Timeout
-
-    lock = FileLock(file, timeout=wait_s, thread_local=False)
-    try:
-        lock.acquire(poll_interval=_POLL_SECONDS)
-    except Timeout:
-        if not file.exists():  # it could not be created, which looks like a held lock; this raises the cause
-            file.touch()
-        return None
-    return _Held(lock.release, lambda: None, threading.get_ident())
 
 
 def _release(place: Path) -> None:
@@ -191,7 +123,7 @@ def _release(place: Path) -> None:
         file = hidden_name(place, "lock")
         if sys.platform != "win32":  # removed while held: a process that waits for the removed file retries
             file.unlink(missing_ok=True)
-        held.release()
+        held.lock.release()
         if sys.platform == "win32":
             with suppress(OSError):
                 file.unlink(missing_ok=True)
@@ -202,8 +134,6 @@ def _forget() -> None:
     """Called in a forked process: the locks belong to the parent."""
     global _guard  # noqa: PLW0603
     _guard = threading.Lock()
-    for held in _held.values():
-        held.forget()
     _held.clear()
 
 
