@@ -1,6 +1,7 @@
 """A hierarchy against a dict: random changes, lookups, fills and failures, on several stacks of tiers."""
 
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -181,3 +182,73 @@ def test_a_lookup_that_overlaps_with_a_change_gives_the_row_that_later_lookups_g
     writer.join()
     table.lookup(key, out)
     assert [*seen, int(out.view(np.int64)[0, 1])] == [1, 1, 2]
+
+
+class Bound(HostTier):
+    """A copy that removes the rows that were not used for longest when it is asked to."""
+
+    notes_use = True
+
+    def __init__(self, most: int) -> None:
+        super().__init__(LAYOUT, max_rows=1000)
+        self.most, self.asked, self.clock = most, 0, 0
+        self.times: dict[int, int] = {}
+
+    def touch(self, keys: np.ndarray) -> None:
+        self.clock += 1
+        self.times |= dict.fromkeys(keys.tolist(), self.clock)
+
+    def make_room(self) -> int:
+        self.asked += 1
+        keys = np.concatenate([one for one, _ in self.scan()]) if self.num_rows() else NONE
+        old = sorted(keys.tolist(), key=lambda key: self.times.get(key, 0))[: max(0, len(keys) - self.most)]
+        return self.erase(np.array(old, np.int64))
+
+
+@pytest.mark.parametrize("above", [False, True], ids=["first", "below a cache"])
+def test_a_bound_holds_where_no_more_rows_are_missing(above: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that came within a second of the last removal stayed beyond the bound, for as long as all were found."""
+    monkeypatch.setattr("viviane.store.hierarchy._EVICTION_SECONDS", 0.05)
+    tier, mover = Bound(10), Mover()
+    cache = [Level(CacheTier(LAYOUT, 30), "volatile")] if above else []
+    table = TableHierarchy("t", LAYOUT, [*cache, Level(tier, "volatile"), Level(base_of(), "base")], mover=mover)
+    keys, out = np.arange(30), LAYOUT.empty(30)
+    for part in (keys[:5], keys):  # the second one comes too soon for a removal
+        table.lookup(part, out[: len(part)])
+        assert mover.drain(5)
+    assert tier.num_rows() == 30
+    for _ in range(4):
+        time.sleep(0.06)
+        assert table.lookup(keys[:8], out[:8]).found.all()
+        assert mover.drain(5)
+    assert tier.num_rows() == 10
+    assert np.array_equal(out[:8], rows_of(keys[:8], 1))
+    mover.close()
+
+
+def test_rows_that_are_read_are_not_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only rows that were filled in counted as used: of a copy that lookups ask first, the most popular ones went."""
+    monkeypatch.setattr("viviane.store.hierarchy._EVICTION_SECONDS", 0.05)
+    tier, mover = Bound(10), Mover()
+    table = TableHierarchy("t", LAYOUT, [Level(tier, "volatile"), Level(base_of(), "base")], mover=mover)
+    for first in range(0, 30, 5):
+        for keys in (np.arange(5), np.arange(first, first + 5)):
+            table.lookup(keys, LAYOUT.empty(5))
+            assert mover.drain(5)
+            assert tier.fetch(np.arange(5), LAYOUT.empty(5)).all()
+            time.sleep(0.06)
+    mover.close()
+
+
+def test_rows_of_a_cache_whose_keys_are_all_there_still_move(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lookup on a GPU ends with `count_hits`: the rows of the host's memory never changed places with others."""
+    monkeypatch.setattr("viviane.store.hierarchy._EVICTION_SECONDS", 0.05)
+    tier, mover = Bound(10), Mover()
+    table = TableHierarchy("t", LAYOUT, [Level(tier, "volatile"), Level(base_of(), "base")], mover=mover)
+    for _ in range(4):
+        table.begin()
+        table.count_hits(3)
+        assert mover.drain(5)
+        time.sleep(0.06)
+    assert tier.asked == 4
+    mover.close()

@@ -69,6 +69,8 @@ class DeviceCacheTier:
         self._stats.erased(removed)
         return removed
 
+    notes_use = False
+
     def touch(self, keys: Keys) -> None:
         """Nothing to do: lookups note the time of use on the GPU."""
 

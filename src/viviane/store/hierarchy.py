@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final, Literal, Protocol, cast, runtime_checkable
 
 import numpy as np
@@ -33,6 +34,7 @@ Default = Callable[[Keys, Rows], None]
 """Writes the rows of keys that no tier has."""
 _MOST_MISSED: Final = 1 << 20
 _EVICTION_SECONDS: Final = 1.0
+_MOST_USED: Final = 1 << 20
 _NO_PLACES: Final = np.empty(0, np.int64)
 
 
@@ -50,6 +52,9 @@ class Bounded(Protocol):
 @runtime_checkable
 class Evicting(Protocol):
     """A tier whose rows are removed beside lookups when there are too many."""
+
+    notes_use: bool
+    """Whether it removes rows by their time of use, which `touch` sets."""
 
     def touch(self, keys: Keys) -> None:
         """Note that keys were used now."""
@@ -93,6 +98,9 @@ class Level:
     """Keys that it was not asked for because it failed."""
     evicted_at: float = 0.0
     """When its rows were last counted, on the monotonic clock."""
+    used: list[Keys] = field(default_factory=list)
+    """Keys that were used since then, where it removes rows by their time of use."""
+    num_used: int = 0
 
 
 @dataclass(frozen=True)
@@ -170,6 +178,7 @@ class TableHierarchy:
         self._epoch = 0
         self._num_begun = self._num_ended = 0  # changes
         self.num_degraded = self.num_deferred = self.num_defaults = 0
+        self._evicting = [level for level in self.levels if isinstance(level.tier, Evicting)]
 
     # Lookup -----------------------------------------------------------------------------------------------------
 
@@ -192,7 +201,10 @@ class TableHierarchy:
         ended = self._num_ended
         found, failed = self._ask(first, keys, out)
         hits = int(np.count_nonzero(found))
+        if self._evicting and self._evicting[0] is first:
+            self._note_use(first, keys[found])
         if hits == len(keys):
+            self._tend()  # else what is filled in does
             return Lookup(found)
         missing = np.flatnonzero(~found)
         wanted = keys[missing]
@@ -230,7 +242,6 @@ class TableHierarchy:
             failed = first
             first.skipped += len(keys)
             self._heal_beside(first)
-        self._tend(first)
         wanted, rows = np.ascontiguousarray(keys[missing]), self.layout.empty(len(missing))
         own, every = np.zeros(len(missing), np.bool_), np.arange(len(missing))
         good = len(keys) - len(missing) >= self.hit_rate_threshold * len(keys)
@@ -242,17 +253,26 @@ class TableHierarchy:
 
     def count_hits(self, num_keys: int) -> None:
         """End a lookup that `begin` began and whose keys the first level all had, the usual one of a warm cache."""
-        first = self.levels[0]
-        first.hits += num_keys
-        self._tend(first)
+        self.levels[0].hits += num_keys
+        self._tend()
 
-    def _tend(self, level: Level) -> None:
-        """Let a tier that moves its own rows do so beside lookups, at most once a second."""
-        tier = level.tier
-        due = time.monotonic() - level.evicted_at >= _EVICTION_SECONDS
-        if due and self.mover is not None and isinstance(tier, Evicting):
-            level.evicted_at = time.monotonic() - _EVICTION_SECONDS / 2
-            self.mover.offer(lambda: self._evict(level, tier, np.empty(0, np.int64)), 1)
+    def _note_use(self, level: Level, keys: Keys) -> None:
+        """Remember which keys were used, where rows are removed by their time of use."""
+        if len(keys) and cast(Evicting, level.tier).notes_use and level.num_used < _MOST_USED:
+            level.used.append(keys)
+            level.num_used += len(keys)
+
+    def _tend(self) -> None:
+        """Let tiers remove or move rows beside lookups, at most once a second."""
+        for level in self._evicting:
+            now = time.monotonic()
+            if now - level.evicted_at >= _EVICTION_SECONDS and level.breaker.is_closed:
+                level.evicted_at = now
+                task = partial(self._evict, level, cast(Evicting, level.tier))
+                if self.mover is None:
+                    task()
+                else:
+                    self.mover.offer(task, 1)
 
     def _deferred(self, keys: Keys, out: Rows, found: Found, missing: Keys, epoch: int) -> Lookup:
         """Answer with defaults, and fetch the missing keys beside the call."""
@@ -398,20 +418,18 @@ class TableHierarchy:
                 wanted = level.role == "volatile" and (level.fills or warming)
                 if wanted and not level.num_missed and level.breaker.is_closed:
                     self._guarded(level, lambda tier: _fill(tier, keys, rows))
-        for level in self.levels:
-            if isinstance(level.tier, Evicting) and level.breaker.is_closed:
-                self._evict(level, level.tier, keys)
+        for level in self._evicting:
+            self._note_use(level, keys)
+        self._tend()
 
-    def _evict(self, level: Level, tier: Evicting, keys: Keys) -> None:
-        """Refresh times of use, and count and remove rows at most once a second."""
-        now = time.monotonic()
-        due = now - level.evicted_at >= _EVICTION_SECONDS
+    def _evict(self, level: Level, tier: Evicting) -> None:
+        """Refresh times of use, and remove rows."""
+        used, level.used, level.num_used = level.used, [], 0
 
         def change(_: Tier) -> None:
-            tier.touch(keys)
-            if due:
-                level.evicted_at = now
-                tier.make_room()
+            if used:
+                tier.touch(np.unique(np.concatenate(used)))
+            tier.make_room()
 
         self._guarded(level, change)
 

@@ -254,9 +254,14 @@ class RedisTier:
 
     # Room -------------------------------------------------------------------------------------------------------
 
+    @property
+    def notes_use(self) -> bool:
+        """Whether rows are evicted by their time of use."""
+        return self.max_rows is not None and self.eviction == "oldest"
+
     def touch(self, keys: Keys) -> None:
         """Note that keys were used now, where rows are evicted by age; called beside lookups."""
-        if self.max_rows is None or self.eviction != "oldest":
+        if not self.notes_use:
             return
         now = np.full((len(keys), 1), int(time.time()), np.int64).view(np.uint8)
         order, groups = self._groups(keys)
