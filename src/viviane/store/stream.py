@@ -22,7 +22,7 @@ import numpy as np
 from viviane.core.errors import ConfigError, RemoteError
 from viviane.core.logging import get_logger
 from viviane.core.optional import require
-from viviane.data.streaming.topic import client_settings
+from viviane.data.streaming.topic import client_settings, made_client
 from viviane.store.delta import Delta, DeltaHeader, DeltaKind, decode_delta, partition_of, split_rows
 from viviane.store.outbox import Outbox
 from viviane.store.row_layout import Keys, Rows
@@ -76,7 +76,7 @@ class StreamAddress:
         kafka = require("confluent_kafka", extra="kafka", purpose="a stream of updates")
         # A consumer, since what other clients ask for is made by brokers that make topics on request.
         own = {"group.id": "viviane", **client_settings(self.servers, settings), "allow.auto.create.topics": False}
-        client = kafka.Consumer(own, logger=_silent())
+        client = made_client(kafka.Consumer, own, str(self), logger=_silent())
         try:
             found = client.list_topics(self.topic, timeout=START_TIMEOUT_S).topics[self.topic]
         except kafka.KafkaException as error:
@@ -294,7 +294,8 @@ class _Sending:
             "delivery.timeout.ms": 30_000, **settings, "acks": "all", "enable.idempotence": True,
             "allow.auto.create.topics": False, "linger.ms": 2,
         }  # fmt: skip
-        self._producer = self._kafka.Producer(client_settings(address.servers, own), logger=_silent())
+        settings = client_settings(address.servers, own)
+        self._producer = made_client(self._kafka.Producer, settings, str(address), logger=_silent())
         self._topic, self._waiting = address.topic, deque[int]()
         self._done: set[int] = set()
         self._next: int | None = None

@@ -70,3 +70,22 @@ def test_a_huge_cache_is_refused_where_the_settings_are_read() -> None:
     for clause in ({"rocksdb": {"folder": "x", "cache_mb": 1 << 25}}, {"deadline_ms": 1e7}):
         with pytest.raises(ConfigError, match="less than or equal"):
             TableSettings.from_dict(clause)
+
+
+WRONG_SETTINGS: list[dict[str, Any]] = [
+    {"no.such": 1}, {"fetch.wait.max.ms": [1]}, {"fetch.wait.max.ms": 10**12}, {"a": {"b": 1}},
+    {"bootstrap.servers": "other:9092"}, {"fetch.wait.max.ms": None},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("settings", WRONG_SETTINGS, ids=str)
+def test_settings_that_librdkafka_refuses(settings: dict[str, Any], saved: tuple[Path, np.ndarray]) -> None:
+    """They ended a server with a raw error, and other brokers were left out without a word."""
+    pytest.importorskip("confluent_kafka")
+    from viviane.data.streaming.topic import Topic
+
+    updates = {"address": "kafka://127.0.0.1:1/t", "settings": settings}
+    with pytest.raises(ConfigError, match=r"refuses a setting|part of the address"):
+        InferenceSession(saved[0], device="cpu", tables={"host": {}, "updates": updates})
+    with pytest.raises(ConfigError, match=r"refuses a setting|part of the address"):
+        Topic("127.0.0.1:1", "t", settings, wait_s=0.1)

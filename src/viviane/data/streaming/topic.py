@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -75,18 +75,42 @@ def client_settings(servers: str, settings: Mapping[str, Any]) -> dict[str, Any]
     """Return librdkafka's settings; user and password are read only from the environment.
 
     Raises:
-        ConfigError: the settings contain a credential.
+        ConfigError: the settings contain a credential, or the brokers, which have an argument of their own.
 
     Example:
         >>> client_settings("localhost:9092", {"fetch.min.bytes": 1})["fetch.min.bytes"]
         1
     """
     refuse_credentials(settings)
+    if brokers := [name for name in settings if name in ("bootstrap.servers", "metadata.broker.list")]:
+        raise ConfigError("the brokers are part of the address", where=brokers[0], value=str(settings[brokers[0]]),
+                          allowed=servers, fix="leave the setting out")  # fmt: skip
     made: dict[str, Any] = {"log_level": 0, **settings, "bootstrap.servers": servers}
     user, password = os.environ.get(USER_VARIABLE), os.environ.get(PASSWORD_VARIABLE)
     if user is not None and password is not None:
         made |= {"sasl.username": user, "sasl.password": password}
     return made
+
+
+def made_client(make: Callable[..., Any], settings: Mapping[str, Any], where: str, **named: Any) -> Any:
+    """Return a client of librdkafka.
+
+    Args:
+        make: its class.
+        settings: of librdkafka.
+        where: the address, for errors.
+
+    Raises:
+        ConfigError: it refuses a setting.
+    """
+    kafka = require("confluent_kafka", extra="kafka", purpose="reading a Kafka topic")
+    try:
+        return make(dict(settings), **named)
+    except (kafka.KafkaException, TypeError, ValueError, OverflowError, SystemError) as error:
+        said = error.args[0].str() if isinstance(error, kafka.KafkaException) else str(error)
+        raise ConfigError("librdkafka refuses a setting", where=where, value=said[:300],
+                          fix="correct it: https://github.com/confluentinc/librdkafka/blob/master/CONFIGURATION.md",
+                          ) from None  # fmt: skip
 
 
 class Topic:
@@ -111,7 +135,8 @@ class Topic:
         self._settings = client_settings(servers, settings)
         silent = logging.getLogger("viviane.streaming.librdkafka")
         silent.setLevel(logging.CRITICAL)
-        self._consumer: Any = self._kafka.Consumer(
+        self._consumer: Any = made_client(
+            self._kafka.Consumer,
             {
                 "group.id": "viviane",  # required by the client; no group is joined
                 **self._settings,
@@ -121,6 +146,7 @@ class Topic:
                 "auto.offset.reset": "error",
                 "allow.auto.create.topics": False,
             },
+            self.url,
             logger=silent,
         )
         self._heard = time.monotonic()
