@@ -1,16 +1,18 @@
 """`viviane keyset`, and `viviane train` in passes over the folders that it has read."""
 
+import hashlib
 import json
 from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import load, save
 from typer.testing import CliRunner
 
 from viviane.cli.main import app
-from viviane.core.errors import ConfigError
+from viviane.core.errors import ConfigError, VivianeError
 from viviane.data import Dataset, read_key_sets, write_dataset
-from viviane.data.key_sets import KEY_SETS_FILE
+from viviane.data.key_sets import FORMAT, KEY_SETS_FILE, check_key_sets
 from viviane.schema import Schema
 
 SCHEMA = Schema(labels=[{"name": "y"}], categorical=[{"name": "user", "num_ids": 3000}, {"name": "day", "num_ids": 9}])
@@ -54,3 +56,48 @@ def test_what_does_not_go_together_is_refused(days: list[Path], tmp_path: Path) 
         run("keyset", days[0], "--hugectr")
     with pytest.raises(ConfigError, match="--i64 is for --hugectr"):
         run("keyset", days[0], "--i64")
+
+
+def sealed(arrays: dict[str, np.ndarray], data: Dataset) -> bytes:
+    """Return a file of key sets with the check sums that belong to it, as an attacker would make it."""
+    seal = hashlib.sha256()
+    for name in sorted(arrays):
+        seal.update(f"{name}\0{arrays[name].dtype}\0{arrays[name].shape}\0".encode())
+        seal.update(np.ascontiguousarray(arrays[name]).data)
+    about = {"format": FORMAT, "data_set": data.fingerprint, "sha256": seal.hexdigest()}
+    return save(arrays, metadata=about)
+
+
+def test_crafted_key_sets_are_refused_or_change_no_row(days: list[Path], tmp_path: Path) -> None:
+    """A pass whose keys lack some of its rows must not train those on other rows; large keys became negative ones."""
+    run("keyset", *days)
+    data, file = Dataset(days[0]), days[0] / KEY_SETS_FILE
+    good = load(file.read_bytes())
+    crafted: dict[str, np.ndarray] = {
+        "beyond": np.array([2**63 + 1], np.uint64), "fractions": np.array([3.5]), "matrix": np.array([[3]]),
+        "few": good["user"][:3], "outside": np.array([-5, 10**9]),
+    }  # fmt: skip
+    solver = {"device": "cpu", "batch_size": 50, "embedding_memory": {"user": "40 kB"}}
+    text = {"data": {"train": [*map(str, days)]}, "solver": solver, "model": {"zoo": "deepfm", "dim": 8}}
+    (tmp_path / "run.json").write_text(json.dumps(text))
+    run("train", tmp_path / "run.json", "--run-folder", tmp_path / "truth")
+    truth = (tmp_path / "truth/model/weights/tables/emb.user.safetensors").read_bytes()
+    outcomes = {}
+    for kind, keys in crafted.items():
+        file.write_bytes(sealed({**good, "user": keys}, data))
+        try:
+            run("train", tmp_path / "run.json", "--run-folder", tmp_path / kind)
+            same = (tmp_path / kind / "model/weights/tables/emb.user.safetensors").read_bytes() == truth
+            outcomes[kind] = "same" if same else "other"
+        except VivianeError as error:
+            outcomes[kind] = error.what
+    assert outcomes["beyond"] == "a key is beyond 63 bits"
+    assert "other" not in outcomes.values(), outcomes
+    file.unlink()
+    (tmp_path / "elsewhere").write_bytes(sealed(good, data))
+    file.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(VivianeError, match="link points outside"):
+        read_key_sets(file, data)
+    for wrong in (None, 3, ["user"]):
+        with pytest.raises(ConfigError, match="keys by column"):
+            check_key_sets(wrong, data, "a test")  # type: ignore[arg-type]

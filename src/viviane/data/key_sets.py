@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from viviane.batch import Batch
 from viviane.core.errors import ConfigError, DataError, DataNotFoundError
+from viviane.core.file_names import refuse_link_outside
 from viviane.core.files import write_bytes_atomic
 from viviane.data.dataset import Dataset
 
@@ -71,6 +72,8 @@ def read_key_sets(path: str | Path, dataset: Dataset) -> KeySets:
     file = Path(path)
     if not file.is_file():
         raise DataNotFoundError("key sets not found", where=str(file), fix=f"viviane keyset {dataset.path}")
+    if file.is_symlink():
+        refuse_link_outside(file, file.parent)
     try:
         with safe_open(file, framework="np") as handle:
             about: Mapping[str, str] = handle.metadata() or {}
@@ -95,6 +98,9 @@ def check_key_sets(given: Mapping[str, Any], dataset: Dataset, where: str) -> Ke
         ConfigError: a column is missing or unknown, or keys are not whole numbers of one dimension.
     """
     names = [column.name for column in dataset.schema.categorical]
+    if not isinstance(given, Mapping):
+        raise ConfigError("key sets are keys by column", where=where, value=type(given).__name__,
+                          allowed="{column: keys}")  # fmt: skip
     if missing := [name for name in names if name not in given]:
         raise ConfigError("key sets lack a column", where=where, value=", ".join(missing), allowed=", ".join(names))
     if unknown := [name for name in given if name not in names]:
@@ -105,6 +111,9 @@ def check_key_sets(given: Mapping[str, Any], dataset: Dataset, where: str) -> Ke
         if keys.ndim != 1 or (keys.dtype.kind not in "iu" and len(keys)):
             raise ConfigError("keys are whole numbers, (n,)", where=f"{where}, column {name!r}",
                               value=f"{keys.dtype} {keys.shape}")  # fmt: skip
+        if keys.dtype == np.uint64 and (keys >> np.uint64(63)).any():
+            raise ConfigError("a key is beyond 63 bits", where=f"{where}, column {name!r}", value=int(keys.max()),
+                              allowed="below 2^63")  # fmt: skip
         found[name] = np.unique(keys.astype(np.int64))
     return found
 
