@@ -15,7 +15,7 @@ from pathlib import Path
 
 from record import ROOT, record
 
-LINE = re.compile(r"^\.*(?P<name>[a-z ]+): (?P<count>\d+) writes, (?P<states>\d+) states$", re.MULTILINE)
+LINE = re.compile(r"^\.*(?P<name>[a-z -]+): (?P<count>\d+) writes, (?P<states>\d+) states$", re.MULTILINE)
 
 
 def main() -> int:
