@@ -186,7 +186,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=1_000_000, help="of each table")
     parser.add_argument("--kinds", default="viviane,fast,stock,keras-rs", help="of whole steps, by comma; '' for none")
     options = parser.parse_args()
-    rows, repeat = (1_000, 2) if options.small else (options.rows, 7)
+    rows, repeat = (1_000, 2) if options.small else (options.rows, 15)
     features, size, dim = 26, 2048, 16
     generator = np.random.default_rng(0)
     x = generator.integers(0, rows, (size, features)).astype(np.int32)
@@ -208,7 +208,7 @@ def main() -> None:
     found = {}
     for kind in filter(None, options.kinds.split(",")):
         model = model_of("viviane" if kind == "fast" else kind, rows, dim, features)
-        few = 2 if kind in ("stock", "keras-rs") and BACKEND != "jax" else repeat
+        few = 5 if kind in ("stock", "keras-rs") and BACKEND != "jax" else repeat
         found[kind] = step_ms(model, x, y, min(few, repeat), kind == "fast")
         print(kind, found[kind], flush=True)
         keras.backend.clear_session()
