@@ -6,6 +6,7 @@ Run once for each backend: KERAS_BACKEND=torch, jax or tensorflow.
 from __future__ import annotations
 
 import argparse
+import gc
 import statistics
 import time
 
@@ -20,6 +21,7 @@ from viviane.embedding import EmbeddingCollection, FeatureConfig, TableConfig, U
 BACKEND = keras.backend.backend()
 GOAL = {"torch": 20.0, "jax": 80.0, "tensorflow": 400.0}
 FAST_GOAL = 30.0
+FEATURES, SIZE, DIM = 26, 2048, 16
 STEP_GOAL = {("tensorflow", "stock"): 10.0, ("jax", "keras-rs"): 2.0, ("torch", "keras-rs"): 100.0}
 
 
@@ -51,20 +53,54 @@ def model_of(kind: str, rows: int, dim: int, features: int) -> keras.Model:
     return model
 
 
-def step_ms(
-    model: keras.Model, x: np.ndarray, y: np.ndarray, repeat: int, fast: bool
-) -> tuple[float, tuple[float, float]]:
-    trainer = vk.FastTrainer(model) if fast else None
-    step = model.train_on_batch if trainer is None else trainer.step
-    for _ in range(min(3, repeat)):
-        step(x, y)
-    times = []
-    for _ in range(repeat):
-        start = time.perf_counter()
-        step(x, y)
-        times.append((time.perf_counter() - start) * 1e3)
-    cut = statistics.quantiles(times, n=5) if len(times) > 2 else [min(times), 0, 0, max(times)]
-    return min(times), (cut[0], cut[3])
+class Steps:
+    """Steps of a model on one batch, and their times."""
+
+    def __init__(self, model: keras.Model, x: np.ndarray, y: np.ndarray, fast: bool) -> None:
+        self._step = vk.FastTrainer(model).step if fast else model.train_on_batch
+        self._data, self.times = (x, y), []
+
+    def run(self, count: int, keeps: bool = True) -> None:
+        """Make some steps, and keep their times in milliseconds."""
+        for _ in range(count):
+            start = time.perf_counter()
+            self._step(*self._data)
+            if keeps:
+                self.times.append((time.perf_counter() - start) * 1e3)
+
+    @property
+    def result(self) -> tuple[float, tuple[float, float]]:
+        """The least time, and the 20th and 80th percentile."""
+        cut = statistics.quantiles(self.times, n=5) if len(self.times) > 2 else [min(self.times)] * 4
+        return min(self.times), (cut[0], cut[3])
+
+
+def whole_steps(kinds: list[str], rows: int, rounds: int) -> dict[str, tuple[float, tuple[float, float]]]:
+    """Time steps of ours and of one peer at a time in turns, so that both meet what else the machine does."""
+    generator = np.random.default_rng(0)
+    x = generator.integers(0, rows, (SIZE, FEATURES)).astype(np.int32)
+    y = generator.integers(0, 2, (SIZE, 1)).astype(np.float32)
+
+    def steps_of(kind: str) -> Steps:
+        model = model_of("viviane" if kind == "fast" else kind, rows, DIM, FEATURES)
+        steps = Steps(model, x, y, kind == "fast")
+        steps.run(3, keeps=False)
+        return steps
+
+    own = {kind: steps_of(kind) for kind in kinds if kind in ("viviane", "fast")}
+    found = {}
+    for peer in [kind for kind in kinds if kind not in own] or [None]:
+        other = None if peer is None else steps_of(peer)
+        for _ in range(rounds):
+            if other is not None:
+                other.run(1)
+            for steps in own.values():
+                steps.run(5)
+        if other is not None:
+            found[peer] = other.result
+        del other
+        gc.collect()
+    return {**{kind: steps.result for kind, steps in own.items()}, **found}
 
 
 def own_us(rows: int, repeat: int, between=lambda: None) -> float:
@@ -186,11 +222,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=1_000_000, help="of each table")
     parser.add_argument("--kinds", default="viviane,fast,stock,keras-rs", help="of whole steps, by comma; '' for none")
     options = parser.parse_args()
-    rows, repeat = (1_000, 2) if options.small else (options.rows, 15)
-    features, size, dim = 26, 2048, 16
-    generator = np.random.default_rng(0)
-    x = generator.integers(0, rows, (size, features)).astype(np.int32)
-    y = generator.integers(0, 2, (size, 1)).astype(np.float32)
+    rows, rounds = (1_000, 1) if options.small else (options.rows, 7)
     total, base = layer_us(1000, 20 if options.small else 300)
     tables = own_us(1000, 20 if options.small else 300)
     record(
@@ -205,15 +237,9 @@ def main() -> None:
             metric="overhead of a lookup and its update", value=max(0.0, fast - own), unit="us", better="lower",
             goal=FAST_GOAL, shape={"rows": 1000, "dim": 16},
         )  # fmt: skip
-    found = {}
-    for kind in filter(None, options.kinds.split(",")):
-        model = model_of("viviane" if kind == "fast" else kind, rows, dim, features)
-        few = 5 if kind in ("stock", "keras-rs") and BACKEND != "jax" else repeat
-        found[kind] = step_ms(model, x, y, min(few, repeat), kind == "fast")
-        print(kind, found[kind], flush=True)
-        keras.backend.clear_session()
-        del model
-    shape = {"tables": features, "rows": rows, "dim": dim, "batch": size}
+    found = whole_steps([kind for kind in options.kinds.split(",") if kind], rows, rounds)
+    print(found, flush=True)
+    shape = {"tables": FEATURES, "rows": rows, "dim": DIM, "batch": SIZE}
     for form, name in (("viviane", "layer form"), ("fast", "fast form")):
         for peer, title in (("stock", f"Keras {keras.__version__}"), ("keras-rs", "keras-rs 0.4.0")):
             if form in found and peer in found:
