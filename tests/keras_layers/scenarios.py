@@ -42,7 +42,10 @@ from pitfalls import (
 from trials import (
     batches_of_torch,
     files_of_weights,
+    options_of_the_stock_layer,
+    rank_of_keys,
     sequential,
+    subclassed,
     uneven_rows,
     unused_output,
     ways_through_graphs,
@@ -446,7 +449,9 @@ SCENARIOS = [
     outside_of_training, persistent_tape, crafted_files,
     weights_in_memory, rate_after_loading, ways_to_run, fast_metrics, computed_keys, wide_keys, refused_keys,
     refused_in_training, taken_keys, mixed_types, fit_options, fit_refusals, several_devices,
-    unused_output, files_of_weights, weighted_bag, batches_of_torch, uneven_rows, sequential, ways_through_graphs,
+    unused_output, files_of_weights, weighted_bag, batches_of_torch, uneven_rows, sequential, subclassed,
+    ways_through_graphs,
+    options_of_the_stock_layer, rank_of_keys,
 ]  # fmt: skip
 
 

@@ -363,3 +363,26 @@ def test_the_fast_form_follows_the_graph_around_its_layers(backend: str) -> None
     assert "another shape" in found["shape"]
     assert "'ids'" in found["shape"]
     assert "one for each feature" in found["matrix"]
+
+
+def test_subclassed_models_train_and_load(backend: str) -> None:
+    """On torch Keras traced them with tables that could not be made there yet, and loaded no rows."""
+    found = result(backend, "subclassed")
+    assert found["apart"] <= 1e-6
+    assert found["loaded"] == {"stock": 0.0, "own": 0.0}
+    assert "no gradient reaches" in found["raised"]  # such rows stayed as they were when the step was compiled
+    assert found["shape"] == [400, 4]
+
+
+def test_options_of_the_stock_layer(backend: str) -> None:
+    found = result(backend, "options_of_the_stock_layer")
+    assert "no effect" in found["input_length"]
+    assert found["none"] == ""
+    assert "'lora_rank'" in found["lora_rank"]
+    assert "allowed: float32, float16, bfloat16" in found["dtype"]
+
+
+def test_keys_of_the_rank_that_keras_takes(backend: str) -> None:
+    found = result(backend, "rank_of_keys")
+    assert found["same"]
+    assert "to_tensor" in found["ragged"]

@@ -1,6 +1,7 @@
 """What a user of Keras tries after the first model: see scenarios.py."""
 
 import tempfile
+import warnings
 from pathlib import Path
 
 import keras
@@ -188,3 +189,93 @@ def ways_through_graphs():
         except Exception as error:
             raised[name] = str(error)
     return {"apart": out, **raised}
+
+
+@keras.saving.register_keras_serializable("trials")
+class Own(keras.Model):
+    """A subclassed model, which Keras builds and loads by tracing it."""
+
+    def __init__(self, kind, **options):
+        super().__init__(**options)
+        self.kind = kind
+        self.rows, self.flat = embedding(kind, keras.optimizers.SGD(0.1)), keras.layers.Flatten()
+        self.out = keras.layers.Dense(1, kernel_initializer=keras.initializers.GlorotUniform(seed=2))
+
+    def call(self, keys, training=None):
+        return self.out(self.flat(self.rows(keys, training=training)))
+
+    def get_config(self):
+        return {**super().get_config(), "kind": self.kind}
+
+
+class Tied(Own):
+    """A model that computes with all rows of its table."""
+
+    def call(self, keys, training=None):
+        found = keras.ops.mean(self.rows(keys, training=training), 1)
+        return keras.ops.matmul(found, keras.ops.transpose(keras.ops.convert_to_tensor(self.rows.embeddings)))
+
+
+def subclassed():
+    """Subclassed models train and load as with the stock layer; one that computes with the rows themselves raises."""
+    rows, found = [], {}
+    for kind in ("stock", "own"):
+        model = Own(kind)
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+        model.fit(KEYS[: 3 * SIZE], LABELS[: 3 * SIZE], batch_size=SIZE, shuffle=False, verbose=0)
+        rows.append(model.rows.get_weights()[0])
+        with tempfile.TemporaryDirectory() as folder:
+            model.save(Path(folder) / "model.keras")
+            loaded = keras.saving.load_model(Path(folder) / "model.keras")
+        found[kind] = float(np.abs(loaded.predict(KEYS, verbose=0) - model.predict(KEYS, verbose=0)).max())
+    tied = Tied("own")
+    tied.compile(keras.optimizers.SGD(0.1), "mse")
+    try:
+        tied.fit(KEYS[:SIZE], np.ones((SIZE, VOCABULARY)), verbose=0)
+        raised = ""
+    except Exception as error:
+        raised = str(error)
+    shape = tuple(model.rows.embeddings.shape)
+    return {"apart": float(np.abs(rows[0] - rows[1]).max()), "loaded": found, "raised": raised, "shape": shape}
+
+
+def options_of_the_stock_layer():
+    """Options that others' scripts give the stock layer, and types that it takes."""
+    found = {}
+    for name, options in {
+        "input_length": {"input_length": 3},
+        "none": {"lora_rank": None, "quantization_config": None},
+        "lora_rank": {"lora_rank": 2},
+        "dtype": {"dtype": "float64"},
+    }.items():
+        try:
+            with warnings.catch_warnings(record=True) as seen:
+                warnings.simplefilter("always")
+                vk.Embedding(VOCABULARY, DIM, **options)
+            found[name] = "; ".join(str(one.message) for one in seen)
+        except Exception as error:
+            found[name] = str(error)
+    return found
+
+
+def rank_of_keys():
+    """Keys (B,) for an input (B, 1), as Keras takes them, in both forms; and ragged keys in the fast form."""
+    rows = []
+    for train in (keras.Model.fit, vk.fit):
+        keys, optimizer = keras.Input((1,), dtype="int32"), keras.optimizers.SGD(0.1)
+        layer = embedding("own", optimizer)
+        out = keras.layers.Dense(1, kernel_initializer=keras.initializers.GlorotUniform(seed=2))
+        model = keras.Model(keys, out(keras.layers.Flatten()(layer(keys))))
+        model.compile(optimizer, "mse")
+        train(model, KEYS[: 2 * SIZE, 0], LABELS[: 2 * SIZE], batch_size=SIZE, shuffle=False, verbose=0)
+        rows.append(layer.get_weights()[0])
+    raised = "to_tensor"
+    if BACKEND == "tensorflow":
+        import tensorflow as tf
+
+        try:
+            vk.fit(model, tf.ragged.constant([[1, 2], [3]]), LABELS[:2], verbose=0)
+            raised = ""
+        except Exception as error:
+            raised = str(error)
+    return {"same": bool((rows[0] == rows[1]).all()), "ragged": raised}

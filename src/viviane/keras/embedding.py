@@ -5,6 +5,7 @@ Shapes: V rows of the table, D their width, B rows of the batch, L keys of a row
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection, Sequence
 from typing import Any, Final
 
@@ -18,6 +19,7 @@ from viviane.embedding import DynamicOptions, DynamicTableConfig, FeatureConfig,
 from viviane.embedding.dynamic_config import AnyTable
 from viviane.embedding.external import KeyColumns
 from viviane.embedding.whole_keys import array_keys
+from viviane.keras.backends import backend_of
 from viviane.keras.initializers import get_initializer, is_own, law_of_rows, regularized, save_initializer
 from viviane.keras.keys import checked_keys, host_keys, key_type
 from viviane.keras.layer import TableLayer
@@ -116,7 +118,16 @@ class OneTable(TableLayer):
 
     @property
     def embeddings(self) -> Any:
-        """The rows (V, D) at present as a tensor of Keras' backend; of a dynamic table see `collection`."""
+        """The rows (V, D) at present as a tensor of Keras' backend, to look at; of a dynamic table see `collection`.
+
+        Raises:
+            ConfigError: a model computes with them, whose steps would neither move them nor see them move.
+        """
+        if backend_of().is_traced(self.anchor):
+            raise ConfigError(
+                "a model computes with the rows of a table, which no gradient reaches this way", where=self.where,
+                value="layer.embeddings", fix="look keys up: layer(keys), with all keys for all rows",
+            )  # fmt: skip
         rows = self.collection.export_table(self._name, copy=False).weight
         return rows if keras.backend.backend() == "torch" else keras.ops.convert_to_tensor(rows.float().numpy())
 
@@ -181,6 +192,20 @@ class OneTable(TableLayer):
         return cls(**{**config, "optimizer": load_optimizer(config["optimizer"])})
 
 
+def _without_stock_options(options: dict[str, Any]) -> dict[str, Any]:
+    """Return a layer's options without those of `keras.layers.Embedding` that have no meaning here."""
+    own = dict(options)
+    if own.pop("input_length", None) is not None:
+        warnings.warn("input_length has no effect: Keras 3 takes it from the inputs. Leave it out", stacklevel=3)
+    for name in ("lora_rank", "lora_alpha", "quantization_config"):
+        if own.pop(name, None) is not None:
+            raise ConfigError(
+                "rows of tables have no such option", where="vk.Embedding", value=name,
+                fix="leave it out; rows of 16 bits are row_dtype='bfloat16', an exported model may have rows of 8 bits",
+            )  # fmt: skip
+    return own
+
+
 @keras.saving.register_keras_serializable(package="viviane")
 class Embedding(OneTable):
     """`keras.layers.Embedding` with Viviane's table: only the rows of a batch are touched in a step.
@@ -238,7 +263,7 @@ class Embedding(OneTable):
     ) -> None:
         super().__init__(
             input_dim, output_dim, embeddings_initializer, embeddings_regularizer, row_dtype, table_name, out_of_range,
-            dynamic, key_dtype, optimizer=optimizer, seed=seed, plan=plan, **options,
+            dynamic, key_dtype, optimizer=optimizer, seed=seed, plan=plan, **_without_stock_options(options),
         )  # fmt: skip
         if embeddings_constraint is not None:
             raise ConfigError("rows have no constraints", where=self.where, fix="use a regularizer, or clip_row_norm")

@@ -17,6 +17,7 @@ from viviane.core.errors import ConfigError
 from viviane.keras.backends import input_structure
 from viviane.keras.feeding import EpochFeed, batch_list, is_arrays, split_samples
 from viviane.keras.graph import KeyReader, Rest
+from viviane.keras.keys import refuse_uneven_rows
 from viviane.keras.layer import TableLayer, table_layers
 
 _BATCH_SIZE: Final = 32
@@ -304,6 +305,8 @@ def _check_numbers(**given: int | None) -> None:
 def _check_data(x: Any, y: Any, weight: Any, batch_size: int | None, shuffle: bool | None, class_weight: Any) -> None:
     if x is None:
         raise ConfigError("no data to train on", where="x", fix="pass x and y, or a data set of batches")
+    for part in keras.tree.flatten(x) if isinstance(x, dict | list | tuple) else [x]:
+        refuse_uneven_rows(part, "x")
     if class_weight is not None and weight is not None:
         raise ConfigError(
             "class_weight and sample_weight exclude each other", fix="multiply the sample weights by those of classes"

@@ -100,11 +100,9 @@ class KeyReader:
                     found.append((layer.matrix_batch(whole[block.key]), (len(whole),)))
                     continue
             keys = [
-                computed[one] if isinstance(one, int)
-                else inputs[one.place] if one.key is None
-                else self._array(inputs, sliced, one.place)[one.key]
+                computed[one] if isinstance(one, int) else _part(self._array(inputs, sliced, one.place), one.key)
                 for one in sources
-            ]  # fmt: skip
+            ]
             found.append((layer.key_batch(keys), tuple(np.shape(keys[0]))))
         return found
 
@@ -122,6 +120,10 @@ class KeyReader:
             refuse_cut(one, f"input {tensor.name!r}")
         given = [keras.ops.convert_to_tensor(one) for one in inputs]
         return [keras.ops.convert_to_numpy(one) for one in self._compute(given)]
+
+
+def _part(array: Any, key: Any) -> Any:
+    return array if key is None else array[key]
 
 
 def _slices_of(model: Any, places: dict[int, int]) -> dict[int, Source]:

@@ -83,7 +83,7 @@ def host_keys(inputs: Any, key_dtype: str, where: str) -> Any:
         DataError: keys are not whole numbers, or the backend would cut them to 32 bits.
         ConfigError: the backend cuts all keys of the layer's type; or keys are a ragged or sparse tensor.
     """
-    _refuse_uneven_rows(inputs, where)
+    refuse_uneven_rows(inputs, where)
     own = isinstance(inputs, np.ndarray | np.generic | list | tuple | int | float)
     if not own and not (isinstance(inputs, torch.Tensor) and keras.backend.backend() != "torch"):
         return inputs
@@ -97,7 +97,12 @@ def host_keys(inputs: Any, key_dtype: str, where: str) -> Any:
     return keras.ops.convert_to_tensor(keys.numpy())
 
 
-def _refuse_uneven_rows(inputs: Any, where: str) -> None:
+def refuse_uneven_rows(inputs: Any, where: str) -> None:
+    """Refuse ragged and sparse tensors of keys.
+
+    Raises:
+        ConfigError: the inputs are one.
+    """
     symbolic = isinstance(inputs, keras.KerasTensor) and (inputs.sparse or inputs.ragged)
     if symbolic or type(inputs).__name__ in _UNEVEN:
         raise ConfigError(

@@ -28,6 +28,8 @@ from viviane.keras.weights import keep_rows, plain_assign, rows_alone
 from viviane.parallel.automatic import make_tables
 from viviane.parallel.start import join_processes
 
+_TYPES: Final = ("float32", "float16", "bfloat16")
+
 
 @dataclass(frozen=True)
 class Held:
@@ -48,6 +50,10 @@ class TableLayer(keras.layers.Layer):
         super().__init__(**options)
         if keras.backend.backend() == "tensorflow":
             self.supports_jit = False  # XLA compiles no host calls of TensorFlow
+        if self.compute_dtype not in _TYPES:
+            raise ConfigError(
+                "no type of looked-up vectors", where=self.where, value=self.compute_dtype, allowed=", ".join(_TYPES)
+            )
         self.held = Held(optimizer)
         self.seed = seed
         self.plan = plan
@@ -127,8 +133,10 @@ class TableLayer(keras.layers.Layer):
 
     @property
     def width(self) -> int:
-        """Columns of the output, W."""
-        return self.lookups.collection.width
+        """Columns of the output, W: from the settings, since Keras traces models before their tables can be made."""
+        tables, features = self._settings
+        dims = {table.name: table.dim for table in tables}
+        return sum(dims[feature.table] for feature in features)
 
     @property
     def collection(self) -> TableCollection:

@@ -33,6 +33,9 @@ class Backend(Protocol):
     def split(self, flat: Any, widths: Sequence[int]) -> Sequence[Any]:
         """Split (B, W) by columns so that backward joins the gradients; that of a slice would be as wide as (B, W)."""
 
+    def is_traced(self, anchor: Any) -> bool:
+        """Whether a model is computing, for its compiled step or its gradients, given a variable of a layer."""
+
     def eagerly(self) -> AbstractContextManager[Any]:
         """Compute at once for a block, even where the framework is tracing."""
 

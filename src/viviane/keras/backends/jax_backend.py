@@ -39,6 +39,11 @@ def eagerly() -> AbstractContextManager[Any]:
     return _jax().ensure_compile_time_eval()  # type: ignore[no-any-return]
 
 
+def is_traced(anchor: Any) -> bool:
+    """Whether JAX traces a model that has the variable."""
+    return isinstance(anchor.value, _jax().core.Tracer)
+
+
 def joined_keys(parts: Sequence[Any], lengths: Sequence[int | None]) -> Any:
     """Return None: a step is traced once."""
 

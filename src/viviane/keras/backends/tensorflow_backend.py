@@ -56,6 +56,11 @@ def to_tensorflow(tensor: Tensor) -> Any:
     return dlpack.from_dlpack(plain.__dlpack__())
 
 
+def is_traced(anchor: Any) -> bool:
+    """Whether TensorFlow builds a graph."""
+    return not _tensorflow().executing_eagerly()
+
+
 def joined_keys(parts: Sequence[Any], lengths: Sequence[int | None]) -> Any:
     """Return None: a step is traced once."""
 

@@ -91,10 +91,32 @@ def joined_columns(parts: Sequence[Tensor | None]) -> Tensor | None:
     return first.as_strided((len(first), width), strides) if strides[0] >= width else None
 
 
+def is_traced(anchor: Any) -> bool:
+    """Whether Keras traces a model, or runs a layer with gradients, outside of which rows may be looked at."""
+    return _only_shapes() or (torch.is_grad_enabled() and _is_called())
+
+
+def _is_called() -> bool:
+    try:
+        from keras.src.backend.common.global_state import get_global_attribute
+    except ImportError:  # another version of Keras: a model that computes with rows is not noticed
+        return False
+    return get_global_attribute("call_context") is not None
+
+
+def _only_shapes() -> bool:
+    """Whether Keras computes shapes, possibly with any numbers for keys, as it does to build a subclassed model."""
+    try:
+        from keras.src.backend.common.symbolic_scope import in_symbolic_scope
+    except ImportError:  # another version of Keras: a model that it builds while it trains raises
+        return False
+    return bool(in_symbolic_scope())
+
+
 @torch.compiler.disable
 def whole_keys(keys: Tensor, where: str) -> Tensor:
     """Return floats as int32 or int64, checked."""
-    if keys.device.type == "meta":
+    if keys.device.type == "meta" or _only_shapes():
         return torch.empty(keys.shape, dtype=torch.int64, device="meta")
     return plain_keys(keys.detach(), where)
 
@@ -150,6 +172,8 @@ def look_up(layer: Any, keys: Tensor, weights: Tensor | None, rate: Tensor, trai
     dtype = _OUTPUTS[layer.compute_dtype]
     if keys.device.type == "meta":
         return torch.empty(len(keys), layer.width, dtype=dtype, device="meta"), torch.zeros((), device="meta")
+    if not torch.is_grad_enabled() and _only_shapes():
+        return keras.ops.zeros((len(keys), layer.width), layer.compute_dtype), keras.ops.zeros(())
     lookups: ExternalLookups = layer.lookups
     batch = layer.columns.batch(keys, weights)
     if not trains:
