@@ -16,7 +16,7 @@ from viviane.config import Adam, Solver
 from viviane.core.errors import ConfigError, DataError, ExportError, KeyRangeError, SchemaError, VivianeError
 from viviane.embedding import EmbeddingBag
 from viviane.export import export, load
-from viviane.export.forms import torchscript
+from viviane.export.forms import aoti, torchscript
 from viviane.export.machine import Requirements
 from viviane.export.manifest import MANIFEST_FILE, _seal
 from viviane.model import Model
@@ -422,6 +422,14 @@ def test_a_missing_compiler_is_said_before_anything_is_done(monkeypatch, pair, t
     monkeypatch.setattr(builder, "get_cpp_compiler", nothing)
     with pytest.raises(ExportError, match=r"(?s)none was found.*g\+\+"):
         export(pair[0], "aoti", tmp_path / "e")
+
+
+def test_machine_code_that_ends_the_process_is_an_error(monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr(aoti, "_LOADER", "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)")
+    with pytest.raises(ExportError, match=r"(?s)ends the process that loads it.*SIGSEGV.*torch-export"):
+        aoti.check_loads(tmp_path / "program")
+    monkeypatch.setattr(aoti, "_LOADER", "raise ValueError('no such file')")  # which loading it here says better
+    aoti.check_loads(tmp_path / "program")
 
 
 class Pooled(nn.Module):

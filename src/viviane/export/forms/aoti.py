@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import platform
+import signal
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -18,6 +21,7 @@ from viviane.ops.dispatch import use_implementation
 
 KERNELS = False
 FILE = "aoti.pt2"
+_LOADER: Final = "import sys; from torch._inductor.package.package import load_package; load_package(sys.argv[1])"
 # Levels of x86-64 (psABI): instructions that compilers may use, and the widest vectors in bits.
 LEVELS: Final[dict[str, tuple[tuple[str, ...], int]]] = {
     "x86-64-v3": (("abm", "avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"), 256),
@@ -88,6 +92,8 @@ def write(trace: Trace, folder: Path) -> tuple[tuple[str, ...], Requirements]:
         ) from error
     low, below = this_minor()
     is_gpu = trace.device == "cuda"
+    if is_gpu:
+        check_loads(folder / FILE)
     needs = Requirements(
         torch_from=low,
         torch_below=below,
@@ -97,6 +103,20 @@ def write(trace: Trace, folder: Path) -> tuple[tuple[str, ...], Requirements]:
         capability=capability() if is_gpu else None,
     )
     return (FILE,), needs
+
+
+def check_loads(file: Path) -> None:
+    """Load a program in a process of its own: some releases of torch end the process that loads one for a GPU.
+
+    Raises:
+        ExportError: the process was ended by a signal. Other errors are those of `load`.
+    """
+    ended = subprocess.run([sys.executable, "-c", _LOADER, str(file)], capture_output=True, check=False).returncode
+    if ended < 0:
+        raise ExportError(
+            "AOTInductor's program ends the process that loads it", where=f"form 'aoti', torch {torch.__version__}",
+            value=signal.Signals(-ended).name, fix="export the form torch-export or torchscript, or use another torch",
+        )  # fmt: skip
 
 
 def _instructions(trace: Trace) -> tuple[tuple[str, ...], dict[str, Any]]:
