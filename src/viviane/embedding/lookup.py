@@ -97,7 +97,7 @@ def gather(parts: Sequence[StorageLookup], size: int, width: int, buffers: Memor
 
 def prepare(parts: Sequence[StorageLookup], size: int, width: int) -> None:
     """Begin the part of the update that needs no gradients, for an output of `size` rows and `width` columns."""
-    if not kernels_serve(parts[0].rows.device):  # on a CPU there is no such part
+    if not parts or not kernels_serve(parts[0].rows.device):  # on a CPU there is no such part
         return
     together: dict[int, list[StorageLookup]] = {}
     for part in parts:
