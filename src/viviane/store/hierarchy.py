@@ -202,7 +202,7 @@ class TableHierarchy:
         found, failed = self._ask(first, keys, out)
         hits = int(np.count_nonzero(found))
         if self._evicting and self._evicting[0] is first:
-            self._note_use(first, keys[found])
+            self._note_use(first, keys, found)
         if hits == len(keys):
             self._tend()  # else what is filled in does
             return Lookup(found)
@@ -256,11 +256,12 @@ class TableHierarchy:
         self.levels[0].hits += num_keys
         self._tend()
 
-    def _note_use(self, level: Level, keys: Keys) -> None:
-        """Remember which keys were used, where rows are removed by their time of use."""
-        if len(keys) and cast(Evicting, level.tier).notes_use and level.num_used < _MOST_USED:
-            level.used.append(keys)
-            level.num_used += len(keys)
+    def _note_use(self, level: Level, keys: Keys, found: Found | None = None) -> None:
+        """Remember which keys were used, those of `found` alone, where rows are removed by their time of use."""
+        if cast(Evicting, level.tier).notes_use and level.num_used < _MOST_USED:
+            used = keys if found is None else keys[found]
+            level.used.append(used)
+            level.num_used += len(used)
 
     def _tend(self) -> None:
         """Let tiers remove or move rows beside lookups, at most once a second."""
