@@ -220,7 +220,7 @@ def list_rows_kernel(
     row = tl.load(blocks + b * 3 + 1) + tl.arange(0, block).to(tl.int64) * 32
     for _ in range(tl.max(ones, 0)):  # the lowest bit of each word that is left
         is_set = word != 0
-        lowest = word & (~word + 1)
+        lowest = word & (0 - word)
         own = row + _ones(lowest - 1)
         tl.store(listed + place, own, mask=is_set)
         if with_slots:
