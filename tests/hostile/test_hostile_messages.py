@@ -1,4 +1,4 @@
-"""Messages of a stream that no producer of ours wrote: decoded, or refused by their place; the process goes on."""
+"""Malformed messages of a stream are decoded, or refused with their position; they do not end the process."""
 
 import io
 import random

@@ -1,4 +1,4 @@
-"""kill -9 at every write of a publisher's outbox: what it had appended is there, and the next publisher goes on."""
+"""kill -9 at every write of a publisher's outbox: appended deltas stay, and the next publisher continues after them."""
 
 import json
 from pathlib import Path

@@ -35,7 +35,7 @@ def lazy_names(
     def get(name: str) -> Any:
         if name not in home_of:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        with _without_collections():
+        with _collector_paused():
             module = importlib.import_module(home_of[name])
         value = getattr(module, name)
         setattr(sys.modules[package], name, value)
@@ -45,9 +45,11 @@ def lazy_names(
 
 
 @contextmanager
-def _without_collections() -> Iterator[None]:
-    """Do not look for garbage in a block that makes objects to stay: while modules are imported it would be looked for
-    more than a hundred times, in vain. Afterwards they are in the oldest generation, as if all these had passed."""
+def _collector_paused() -> Iterator[None]:
+    """Pause the garbage collector while modules are imported, whose objects stay: it would run over a hundred times.
+
+    Afterwards these objects are in the oldest generation, where the collections would have moved them.
+    """
     if not gc.isenabled() or gc.get_freeze_count() > _FROZEN_AT_START:  # a program that decides about this itself
         yield
         return

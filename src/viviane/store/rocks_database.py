@@ -181,7 +181,7 @@ class RocksDatabase:
                 with self._failing(where):
                     self._db.write(batch)
             finally:
-                del batch, handle  # the traceback of an error that somebody keeps would keep the database open
+                del batch, handle  # else the traceback of a kept exception holds the database open
 
     def put(self, key: bytes, value: bytes) -> None:
         """Write something beside the tables, such as a note."""
