@@ -8,7 +8,9 @@ import pytest
 
 from viviane.compat.hugectr.enums import DataReaderType_t, Embedding_t, Optimizer_t, Update_t
 from viviane.compat.hugectr.json_graph import graph_layers, reader_from_json
+from viviane.compat.hugectr.json_layers import layer_to_json
 from viviane.compat.hugectr.json_optimizer import optimizer_from_json, schedule_from_json
+from viviane.compat.hugectr.layers import DenseLayer
 from viviane.compat.hugectr.solver import Solver
 from viviane.compat.hugectr.train_json import solver_from_json, train_from_json
 from viviane.core.errors import ConfigError
@@ -186,3 +188,9 @@ def test_an_inference_graph_of_3_0_names_no_label(tmp_path: Path, capsys: pytest
         (tmp_path / "i.json").write_text(json.dumps(content))
         train_from_json(tmp_path / "i.json")
         assert "has no source" in capsys.readouterr().out
+
+
+def test_selected_slots_are_written_in_either_form() -> None:
+    forms = ({"selected": True, "selected_slots": [0, 2]}, {"selected": [0, 2]})
+    layers = [DenseLayer("Reshape", ["e"], ["r"], **form) for form in forms]
+    assert [layer_to_json(one).get("selected") for one in layers] == [[0, 2], [0, 2]]

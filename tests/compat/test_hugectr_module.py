@@ -65,9 +65,10 @@ def test_mpi_is_answered_while_a_script_runs(tmp_path: Path, capsys: pytest.Capt
     (tmp_path / "s.py").write_text(
         "from mpi4py import MPI\nc = MPI.COMM_WORLD\nc.Barrier()\n"
         "print(c.Get_rank(), c.rank, c.Get_size(), c.bcast(5, root=0), c.allreduce(3, op=MPI.SUM), c.gather(1))\n"
+        "print(c.Split_type(MPI.COMM_TYPE_SHARED, 0, MPI.INFO_NULL).size, c.alltoall([7]), c.scan(2), c.exscan(2))\n"
     )
     run_script(tmp_path / "s.py")
-    assert "0 0 1 5 3 [1]" in capsys.readouterr().out
+    assert "0 0 1 5 3 [1]\n1 [7] 2 None\n" in capsys.readouterr().out
     assert "mpi4py" not in sys.modules
 
 
@@ -189,17 +190,18 @@ def test_a_program_that_a_script_starts_finds_the_module(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    before = os.environ.get("PYTHONPATH")
+    monkeypatch.setenv("PATH", str(tmp_path))  # where there is no python
+    before = [os.environ.get(name) for name in ("PYTHONPATH", "PATH")]
     (tmp_path / "inner.py").write_text(
         "import hugectr\nfrom hugectr.inference import InferenceParams\nfrom mpi4py import MPI\n"
         "print('inner', hugectr.CreateSolver(batchsize=7).batchsize, InferenceParams('m', 3).max_batchsize)\n"
     )
     (tmp_path / "outer.py").write_text(
-        "import hugectr, subprocess, sys\nsubprocess.run([sys.executable, 'inner.py'], check=True)\n"
+        "import hugectr, subprocess\nsubprocess.run(['python', 'inner.py'], check=True)\n"
     )
     run_script("outer.py")
     assert "inner 7 3" in capfd.readouterr().out
-    assert os.environ.get("PYTHONPATH") == before
+    assert [os.environ.get(name) for name in ("PYTHONPATH", "PATH")] == before
 
 
 WHOLE = [

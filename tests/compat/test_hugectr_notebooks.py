@@ -74,6 +74,51 @@ def test_words_of_a_shell_line_are_expanded_as_a_shell_does() -> None:
     )
 
 
+DATA = """
+from hugectr.tools import DataGenerator, DataGeneratorParams
+kind = hugectr.DataReaderType_t.Raw
+params = DataGeneratorParams(kind, 1, 1, 1, False, "a.bin", "b.bin", [5], num_samples=40, eval_num_samples=20)
+DataGenerator(params).generate()
+"""
+MODEL = """
+solver = hugectr.CreateSolver(batchsize=10, batchsize_eval=10, max_eval_batches=2)
+reader = hugectr.DataReaderParams(kind, "a.bin", eval_source="b.bin", num_samples=40, eval_num_samples=20)
+model = hugectr.Model(solver, reader, hugectr.CreateOptimizer())
+model.add(hugectr.Input(1, "label", 1, "dense", [hugectr.DataReaderSparseParam("x", 1, True, 1)]))
+table = hugectr.Embedding_t.DistributedSlotSparseEmbeddingHash
+model.add(hugectr.SparseEmbedding(table, 1, 4, "sum", "e", "x"))
+model.add(hugectr.DenseLayer(hugectr.Layer_t.Reshape, ["e"], ["r"], leading_dim=4))
+model.add(hugectr.DenseLayer(hugectr.Layer_t.InnerProduct, ["r"], ["fc"]))
+model.add(hugectr.DenseLayer(hugectr.Layer_t.BinaryCrossEntropyLoss, ["fc", "label"], ["loss"]))
+"""
+
+
+def test_a_model_is_trained_in_other_cells_than_the_one_that_compiles_it() -> None:
+    run(
+        DATA,
+        MODEL,
+        "%%writefile other.py\nimport hugectr",
+        "model.compile()",
+        "model.train()",
+        "!python other.py",
+        "model.fit(max_iter=3)",
+        "assert model.eval() and model.get_eval_metrics()[0][0] == 'AUC'",
+    )
+
+
+def test_output_of_commands_is_kept_in_the_file_it_is_sent_to() -> None:
+    run(
+        "folder = 'd'\n!mkdir {folder}",
+        "%%writefile {folder}/a.py\nimport hugectr, sys\nprint('printed', *sys.argv[1:])",
+        "!python d/a.py 1 > one.log 2>&1; python d/a.py 2 >> one.log\n!python d/a.py 3 2> none.log | tee two.log",
+        "from pathlib import Path\nassert Path('one.log').read_text() == 'printed 1\\nprinted 2\\n'",
+        "assert Path('two.log').read_text() == 'printed 3\\n' and not Path('none.log').exists()",
+        "!echo 1 > list.txt\n!ls d/*.py >> list.txt\n!ls d | wc -l > count.txt\n!env LEVEL=2 python d/a.py 4 > env.log",
+        "assert Path('list.txt').read_text() == '1\\nd/a.py\\n' and int(Path('count.txt').read_text()) == 1",
+        "assert Path('env.log').read_text() == 'printed 4\\n'\ndisplay(folder)",
+    )
+
+
 @pytest.mark.parametrize(
     ("cell", "message"),
     [

@@ -17,10 +17,20 @@ METRIC = re.compile(r"Evaluation, (\w+): ([\d.]+)")
 
 TALK = """
 from mpi4py import MPI
+import hugectr
 import numpy as np
+import os
+from hugectr.tools import DataGenerator, DataGeneratorParams
 
 c = MPI.COMM_WORLD
 mine = c.Get_rank() + 1
+params = DataGeneratorParams(hugectr.DataReaderType_t.Raw, 1, 1, 1, False, f"{mine - 1}.bin", "val.bin", [5],
+                             num_samples=10, eval_num_samples=10)
+if mine == 1:
+    DataGenerator(params).generate()
+params.source = "both.bin"
+DataGenerator(params).generate()
+assert os.path.getsize("both.bin") == os.path.getsize("0.bin") == 120
 array = np.full(2, mine)
 c.Bcast(array, root=1)
 c.Barrier()

@@ -117,5 +117,39 @@ def test_a_source_that_is_not_there_is_named_with_how_it_is_made(kind: str, what
         model.compile()
 
 
+def norm_file(lengths: list[list[int]]) -> str:
+    """Write a file list of a Norm file without checksums, whose slots have that many keys in each row."""
+    header = np.array([0, len(lengths), 1, 0, len(lengths[0]), 0, 0, 0], "<i8").tobytes()
+    slots = ((np.array([n], "<i4"), np.arange(n, dtype="<u4")) for row in lengths for n in row)
+    bags = [count.tobytes() + keys.tobytes() for count, keys in slots]
+    label, width = np.ones(1, "<f4").tobytes(), len(lengths[0])
+    rows = [label + b"".join(bags[i * width : (i + 1) * width]) for i in range(len(lengths))]
+    Path("rows.data").write_bytes(header + b"".join(rows))
+    Path("rows.txt").write_text("1\nrows.data\n")
+    return "rows.txt"
+
+
+@pytest.mark.parametrize(("nnz", "is_refused"), [(2, False), ([5, 1, 2], False), ([4, 1, 2], True)])
+def test_one_number_of_keys_is_an_average_over_the_slots(nnz: Any, is_refused: bool) -> None:
+    source = norm_file([[5, 1, 0], [0, 0, 2]])
+    solver = hugectr.CreateSolver(batchsize=2, batchsize_eval=2, max_eval_batches=1)
+    reader = hugectr.DataReaderParams(KIND.Norm, source, eval_source=source, check_type=hugectr.Check_t.Non)
+    model = hugectr.Model(solver, reader, hugectr.CreateOptimizer())
+    model.add(hugectr.Input(1, "label", 0, "dense", [hugectr.DataReaderSparseParam("keys", nnz, False, 3)]))
+    kind = hugectr.Embedding_t.DistributedSlotSparseEmbeddingHash
+    model.add(hugectr.SparseEmbedding(kind, 1, 4, "sum", "e", "keys"))
+    model.add(hugectr.DenseLayer(LAYER.Reshape, ["e"], ["flat"], leading_dim=12))
+    model.add(hugectr.DenseLayer(LAYER.InnerProduct, ["flat"], ["logit"], num_output=1))
+    model.add(hugectr.DenseLayer(LAYER.BinaryCrossEntropyLoss, ["logit", "label"], ["loss"]))
+    model.compile()
+    if is_refused:
+        with pytest.raises(DataError, match="5 ids"):
+            model.train()
+        return
+    model.train()
+    model.save_params_to_files("n")
+    assert sorted(np.fromfile("n0_sparse_0.model/key", "<i8").tolist()) == [0, 1, 2, 3, 4]
+
+
 def test_free_memory_is_known_here() -> None:
     assert (capacity.free_bytes("cpu") or 0) > 2**20

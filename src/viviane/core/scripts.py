@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from viviane.core.errors import ConfigError, ConfigNotFoundError, suggest
 
-_PATH: Final = "PYTHONPATH"
+_PATHS: Final = ("PYTHONPATH", "PATH")
 _PACKAGE: Final = Path(__file__).resolve().parent.parent
 
 
@@ -24,19 +24,22 @@ def installed_modules(modules: Mapping[str, Any], child: Path) -> Iterator[None]
 
     Args:
         modules: by the name under which scripts import them.
-        child: folder that is put in front of PYTHONPATH; its `sitecustomize` installs the modules in child processes.
+        child: folder that is put in front of PYTHONPATH, from which child processes import the modules. In front of
+            PATH is this interpreter's folder, so that the `python` of child processes has the same packages.
     """
     before = {name: sys.modules.get(name) for name in modules}
-    path = os.environ.get(_PATH)
+    paths = {name: os.environ.get(name) for name in _PATHS}
     sys.modules.update(modules)
-    os.environ[_PATH] = os.pathsep.join([str(child), *([path] if path else [])])
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(child), *([path] if (path := paths["PYTHONPATH"]) else [])])
+    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), paths["PATH"] or os.defpath])
     try:
         yield
     finally:
-        if path is None:
-            os.environ.pop(_PATH, None)
-        else:
-            os.environ[_PATH] = path
+        for name, path in paths.items():
+            if path is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = path
         for name, module in before.items():
             if module is None:
                 sys.modules.pop(name, None)

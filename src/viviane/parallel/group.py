@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -15,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import Store
 
 from viviane.core.errors import ConfigError, ProcessError, VivianeError
 from viviane.core.ranges import timed_as
@@ -49,6 +51,7 @@ class Group:
         process_group: of torch.distributed, for tensors on the device; None: this process alone.
         control: a group over the CPU for sizes, so that a GPU is not made to wait; None takes process_group.
         watch: reports failures of other ranks.
+        store: of the job, for `make_once`.
 
     Example:
         >>> alone = Group()
@@ -61,7 +64,10 @@ class Group:
         process_group: dist.ProcessGroup | None = None,
         control: dist.ProcessGroup | None = None,
         watch: Watch | None = None,
+        store: Store | None = None,
     ) -> None:
+        self._store = store
+        self._made: Counter[str] = Counter()
         self._group = process_group
         self._control = control or process_group
         self._beside: dist.ProcessGroup | None = None
@@ -270,6 +276,40 @@ class Group:
         if answer[1] is not None:
             raise self.mark_reported(ProcessError(f"rank 0: {answer[1]}"))
         return answer[0]
+
+    def make_once(self, name: str, make: Callable[[], None]) -> None:
+        """Run a function on rank 0; other ranks that call this wait until it has finished there.
+
+        Unlike `from_first` it is no exchange: rank 0 may call it alone.
+
+        Args:
+            name: of what is made; the n-th call with a name waits for rank 0's n-th call with it.
+            make: the function.
+
+        Raises:
+            VivianeError: the function failed on rank 0; the same words on every rank.
+
+        Example:
+            >>> Group().make_once("x", lambda: print("made"))
+            made
+        """
+        if self._store is None:
+            make()
+            return
+        self._made[name] += 1
+        key = f"{name}/{self._made[name]}"
+        if self.rank == 0:
+            try:
+                make()
+            except VivianeError as error:
+                self._store.set(key, f"rank 0: {error}")
+                raise
+            self._store.set(key, "")
+            return
+        with self._call():
+            self._store.wait([key])
+        if failure := self._store.get(key).decode():
+            raise ProcessError(failure)
 
     def agree(self, what: str, number: int) -> None:
         """Refuse to continue where processes differ in a number.

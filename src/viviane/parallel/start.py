@@ -81,7 +81,8 @@ def _start(device: torch.device, timeout_s: float) -> Group:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     # Processes that are restarted meet the same store: its old keys would lead them to addresses of the dead.
     prefix = f"viviane/{num_restarts()}"
-    meeting = PrefixStore(f"{prefix}/groups", _connect(is_host=rank == 0 and not _has_agent(), limit=limit))
+    store = _connect(is_host=rank == 0 and not _has_agent(), limit=limit)
+    meeting = PrefixStore(f"{prefix}/groups", store)
     kind = "nccl" if device.type == "cuda" else "gloo"
     own = device if kind == "nccl" else None
     dist.init_process_group(
@@ -96,7 +97,7 @@ def _start(device: torch.device, timeout_s: float) -> Group:
     control = dist.new_group(backend="gloo", timeout=limit) if kind == "nccl" else None
     # A connection of its own: the main thread may hold the first one for as long as it waits.
     watch = Watch(PrefixStore(f"{prefix}/watch", _connect(is_host=False, limit=limit)), rank, size, timeout_s)
-    group = Group(dist.group.WORLD, control, watch)
+    group = Group(dist.group.WORLD, control, watch, PrefixStore(f"{prefix}/made", store))
     atexit.register(_stop, group, watch)
     _log.info("rank %d of %d on %s", rank, size, device)
     return group

@@ -37,13 +37,14 @@ class Slot:
     Args:
         column: name of its column in the schemas.
         group: its DataReaderSparseParam.
-        nnz: maximum keys per row.
+        nnz: maximum keys per row, which HugeCTR up to 3.9 took as an average over the group's slots.
         one_hot: every row has exactly one key.
         offset: difference between its keys in HugeCTR and those of the file or its table.
         size: rows of its own table; None: all slots of the group share a dynamic table.
         from_zero: keys of this slot in the file start at 0.
         table: name of its table in the script; "": the slot or the group has its own table.
         source: column of the file, if the model has several columns from it; "": the column of the same name.
+        most: keys that a row of the file may have; 0: nnz.
     """
 
     column: str
@@ -55,6 +56,7 @@ class Slot:
     from_zero: bool = False
     table: str = ""
     source: str = ""
+    most: int = 0
 
     @property
     def read_as(self) -> str:
@@ -105,7 +107,8 @@ class Columns:
     def _schema(self, task: str, slots: Sequence[Slot], ranges: Sequence[int | None]) -> Schema:
         categorical = []
         for slot, num_ids in zip(slots, ranges, strict=True):
-            kind = {"kind": "one_hot"} if slot.one_hot else {"kind": "multi_hot", "max_length": slot.nnz}
+            many = {"kind": "multi_hot", "max_length": slot.most or slot.nnz}
+            kind = {"kind": "one_hot"} if slot.one_hot else many
             own = slot.table_name == slot.column or (task == "regression" and slot.size is not None)
             shared = {} if own else {"vocabulary": slot.table_name}
             categorical.append({"name": slot.column, "num_ids": num_ids, "dtype": "int64", **kind, **shared})
@@ -155,7 +158,13 @@ def columns_of(
         labels = [f"{name}_{i}" if dim > 1 else name for name, dim in given.labels.items() for i in range(dim)]
         dense = ((given.dense_name, given.dense_dim),) if given.dense_dim else ()
         slots = [
-            Slot(f"{group.top_name}_{i}", group.top_name, nnz, nnz == 1 and _is_fixed(reader, group))
+            Slot(
+                f"{group.top_name}_{i}",
+                group.top_name,
+                nnz,
+                nnz == 1 and _is_fixed(reader, group),
+                most=0 if _is_fixed(reader, group) else group.most,
+            )
             for group in given.sparse
             for i, nnz in enumerate(_keys_of(reader, nnz) for nnz in group.nnz)
         ]
@@ -240,7 +249,7 @@ def _parquet(reader: DataReaderParams, given: Input) -> tuple[list[str], tuple[t
     types = pq.read_schema(file)
     dense = tuple((name, _width(file, name, types.field(name).type)) for name in named["conts"])
     slots = [
-        Slot(column, group.top_name, nnz, not _is_list(types.field(column).type))
+        Slot(column, group.top_name, nnz, not _is_list(types.field(column).type), most=group.most)
         for (group, nnz), column in zip(
             ((group, nnz) for group in given.sparse for nnz in group.nnz), named["cats"], strict=False
         )

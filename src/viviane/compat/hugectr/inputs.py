@@ -121,6 +121,11 @@ class DataReaderSparseParam(Arguments):
                               value=given, allowed=f"{self.slot_num} numbers of at least 1")  # fmt: skip
         return values
 
+    @property
+    def most(self) -> int:
+        """Keys that a slot may have if nnz_per_slot is one number, else 0: up to 3.9 it limited only a row's sum."""
+        return 0 if isinstance(self.nnz_per_slot, list | tuple) else sum(self.nnz)
+
 
 _READER_OF_3_0 = {
     name: default for name, default in DataReaderParams.signature.defaults.items() if default is not REQUIRED

@@ -79,9 +79,9 @@ def layer_to_json(layer: DenseLayer) -> dict[str, Any]:
 
 
 def _reshape_to_json(result: dict[str, Any]) -> None:
-    slots = result.pop("selected_slots", None)
-    if result.pop("selected", False):
-        result["selected"] = slots
+    slots, selected = result.pop("selected_slots", None), result.pop("selected", False)
+    if selected:
+        result["selected"] = selected if isinstance(selected, list) else slots
     for name in ("leading_dim", "time_step"):
         if not result.get(name):
             result.pop(name, None)

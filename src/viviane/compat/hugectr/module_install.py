@@ -13,7 +13,7 @@ from typing import Any, Final
 from viviane.compat.hugectr import mpi
 from viviane.compat.hugectr.arguments import print_notes
 from viviane.compat.hugectr.notebook_run import run_notebook
-from viviane.compat.hugectr.reading import close_readers
+from viviane.compat.hugectr.reading import close_readers, open_readers
 from viviane.compat.hugectr.symbols import HugectrModule, modules
 from viviane.compat.hugectr.tensors import want_gradients
 from viviane.core.errors import ConfigError
@@ -28,12 +28,13 @@ def installed() -> Iterator[None]:
 
     Python programs that the block starts find them as well. A nested block uses the same modules.
     """
-    is_nested = isinstance(sys.modules.get("hugectr"), HugectrModule)
+    is_nested, before = isinstance(sys.modules.get("hugectr"), HugectrModule), open_readers()
     with nullcontext() if is_nested else installed_modules({**modules(), **mpi.stand_in()}, _CHILD):
         try:
             yield
         finally:
-            _end()
+            close_readers(but=before)  # a notebook's cells go on with theirs after a program that one of them runs
+            print_notes()
 
 
 def install() -> None:
@@ -80,8 +81,5 @@ def _run(path: Path, args: Sequence[str]) -> None:
 
 
 def _run_cell(text: str, name: str, variables: dict[str, Any]) -> None:
-    """Run a notebook's plain cell; its last expression is not shown."""
-    try:
-        exec(compile(text, name, "exec"), variables)
-    finally:
-        close_readers()
+    """Run a notebook's plain cell; its last expression is not shown, and its readers serve the cells after it."""
+    exec(compile(text, name, "exec"), variables)

@@ -101,7 +101,7 @@ class World:
             _refuse("Split")
         return self
 
-    def Split_type(self, split_type: int, key: int = 0) -> World:  # noqa: N802 - mpi4py's name
+    def Split_type(self, split_type: int, key: int = 0, info: Any = None) -> World:  # noqa: N802 - mpi4py's name
         """Return the communicator of this machine: that of all processes if they run on one machine.
 
         Raises:
@@ -110,6 +110,25 @@ class World:
         if os.environ.get("LOCAL_WORLD_SIZE", str(self.size)) != str(self.size):
             _refuse("Split_type")
         return self
+
+    def alltoall(self, values: Sequence[Any]) -> list[Any]:
+        """Return the element that every process supplies for this rank."""
+        return [row[self.rank] for row in self.allgather(list(values))]
+
+    def scan(self, value: Any, op: Callable[[Any, Any], Any] = operator.add) -> Any:
+        """Return the reduction of the values of the ranks up to this one."""
+        return functools.reduce(op, self.allgather(value)[: self.rank + 1])
+
+    def exscan(self, value: Any, op: Callable[[Any, Any], Any] = operator.add) -> Any:
+        """Return the reduction of the values of the ranks before this one, None on rank 0."""
+        before = self.allgather(value)[: self.rank]
+        return functools.reduce(op, before) if before else None
+
+    def Scatter(self, sent: Any, received: Any, root: int = 0) -> None:  # noqa: N802 - mpi4py's name
+        """Fill an array with this rank's part of the array of one rank."""
+        whole = self.allgather(_array(sent).tolist() if self.rank == root else None)[root]
+        if not _is_in_place(received):
+            _fill(received, np.array_split(np.asarray(whole).reshape(-1), self.size)[self.rank])
 
     def Allgather(self, sent: Any, received: Any) -> None:  # noqa: N802 - mpi4py's name
         """Fill an array with the concatenated arrays of all processes."""
@@ -195,7 +214,8 @@ def stand_in() -> dict[str, ModuleType]:
         Is_finalized=lambda: False, Init_thread=lambda required=3: 3, Query_thread=lambda: 3,
         Is_thread_main=lambda: threading.current_thread() is threading.main_thread(), Get_version=lambda: (3, 1),
         Get_library_version=lambda: "a stand-in of viviane", get_vendor=lambda: ("viviane", (0, 0, 0)),
-        IN_PLACE=_IN_PLACE, ANY_SOURCE=-1, ANY_TAG=-1, ROOT=-3, COMM_NULL=None, **_THREADS, **_TYPES,
+        IN_PLACE=_IN_PLACE, ANY_SOURCE=-1, ANY_TAG=-1, ROOT=-3, COMM_NULL=None,
+        INFO_NULL=None, UNDEFINED=-32766, **_THREADS, **_TYPES,
     )  # fmt: skip
     rc = SimpleNamespace(initialize=True, finalize=True, threads=True, thread_level="multiple")
     vars(package).update(MPI=mpi, rc=rc, __path__=[], __version__="4.0.0")

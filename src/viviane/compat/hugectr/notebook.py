@@ -13,7 +13,7 @@ import re
 import shlex
 import tokenize
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
@@ -84,11 +84,13 @@ class Command:
         words: the command and its arguments, without redirections.
         variables: environment variables that precede it.
         marked: the words, with marks in place of the special characters in quotation marks, see `unmarked`.
+        output: the file that gets what it prints, and how: ">", ">>", "tee", "tee -a"; None: it is only shown.
     """
 
     words: tuple[str, ...]
     variables: Mapping[str, str] = field(default_factory=dict)
     marked: tuple[str, ...] = ()
+    output: tuple[str, str] | None = None
 
     def program(self) -> tuple[str, list[str]] | None:
         """Return the Python file that it runs, and its arguments; None if it runs something else.
@@ -108,7 +110,7 @@ class Command:
 
 
 _LAUNCHERS: Final = ("mpirun", "mpiexec", "horovodrun", "nsys", "numactl", "time", "nohup", "env", "sudo", "taskset")
-_REDIRECTIONS: Final = ("<", ">", ">>", ">&", "&>", "<<", ">|")
+_REDIRECTIONS: Final = ("<", ">", ">>", ">&", "&>", "<<", ">|", "&>>")
 _SEPARATORS: Final = (";", "&&", "||", "|", "&", "|&")
 
 
@@ -196,7 +198,7 @@ def _is_open(text: str) -> bool:
 def commands_of(line: str, names: Mapping[str, Any]) -> list[Command]:
     """Return the commands of shell lines; `{expression}` and `$name` refer to Python's or the environment's variables.
 
-    Shell syntax (pipes, redirections, loops) is ignored.
+    Of shell syntax the redirection of a command's output to a file is kept, `tee` included; the rest is ignored.
 
     Example:
         >>> [one.words for one in commands_of("cd {d} && python3 a.py --x $n > log 2>&1", {"d": "x", "n": 3})]
@@ -231,7 +233,7 @@ _FUNCTIONS: Final = {one.__name__: one for one in (str, int, float, len, min, ma
 
 
 def _commands_of_line(text: str) -> list[Command]:
-    marked = _QUOTED.sub(lambda found: found[0].translate(_MARKS if found[0][0] == "'" else _MARKS_OF_TEXT), text)
+    marked = _MARKED.sub(_with_marks, text)
     lexer = shlex.shlex(marked, posix=True, punctuation_chars=True)
     lexer.whitespace_split = True
     lexer.commenters = "#"
@@ -239,20 +241,25 @@ def _commands_of_line(text: str) -> list[Command]:
         tokens = list(lexer)
     except ValueError:  # an unterminated quotation
         return []
-    result, words, skip = [], list[str](), False
+    result, words, before = list[Command](), list[str](), ";"
+    redirection, output = "", None
     for token in [*tokens, ";"]:
-        if skip:
-            skip = False
+        if redirection:
+            if redirection in (">", ">>", "&>", "&>>", ">|") or (redirection == ">&" and not token.isdigit()):
+                output = (unmarked(token), ">>" if ">>" in redirection else ">")
+            redirection = ""
         elif token in _SEPARATORS:
-            result += [words] if words else []
-            words = []
+            if words and before in ("|", "|&") and words[0] == "tee" and result:
+                result[-1] = replace(result[-1], output=(unmarked(words[-1]), "tee -a" if "-a" in words else "tee"))
+            elif words:
+                result.append(replace(_command(words), output=output))
+            words, output, before = [], None, token
         elif token in _REDIRECTIONS:
-            skip = True
-            if words and words[-1] in ("1", "2"):
-                words.pop()
+            number = words.pop() if words and words[-1] in _STREAMS else _STREAMS[0]
+            redirection = token if number == _STREAMS[0] else "2" + token
         else:
             words.append(token)
-    return [_command(one) for one in result]
+    return result
 
 
 def _command(marked: Sequence[str]) -> Command:
@@ -264,10 +271,19 @@ def _command(marked: Sequence[str]) -> Command:
     return Command(tuple(unmarked(word) for word in rest), variables, tuple(rest))
 
 
-_QUOTED: Final = re.compile(r"'[^']*'|\"(?:[^\"\\]|\\.)*\"")
+_MARKED: Final = re.compile(r"'[^']*'|\"(?:[^\"\\]|\\.)*\"|(?<!\S)[12](?=>)")
+"""What is in quotation marks, and the numbers of streams before a redirection."""
+_STREAMS: Final = ("\ue101", "\ue102")
+"""The marks of the numbers 1 and 2 of streams; other numbers are arguments."""
 _MARKS: Final = {ord(one): 0xE000 + place for place, one in enumerate("*?[~$")}
 _MARKS_OF_TEXT: Final = {one: mark for one, mark in _MARKS.items() if one != ord("$")}
 _BACK: Final = {mark: one for one, mark in _MARKS.items()}
+
+
+def _with_marks(found: re.Match[str]) -> str:
+    if found[0] in ("1", "2"):
+        return _STREAMS[int(found[0]) - 1]
+    return found[0].translate(_MARKS if found[0][0] == "'" else _MARKS_OF_TEXT)
 
 
 def unmarked(word: str) -> str:

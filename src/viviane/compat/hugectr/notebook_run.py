@@ -10,6 +10,7 @@ import ast
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
@@ -37,7 +38,9 @@ from viviane.compat.hugectr.notebook_shell import (
     change_folder,
     expanded_words,
     names_program,
+    output_kept,
     output_of,
+    reads,
     run_command,
     same_shell,
     variables_of,
@@ -98,7 +101,7 @@ class _Run:
     ) -> None:
         self.notebook, self.steps, self.args = notebook, steps, args
         self.run_file, self.run_cell = run_file, run_cell
-        self.variables: dict[str, Any] = {"__name__": "__main__"}
+        self.variables: dict[str, Any] = {"__name__": "__main__", "display": print}
         self.missing: set[str] = set()
         """Packages of plain cells that are not installed."""
         run_by_lines = {
@@ -121,7 +124,7 @@ class _Run:
             self.variables |= {SHELL: self._shell_call, MAGIC: self._magic_call}
         for place, one in enumerate(self.steps):
             if isinstance(one, Written):
-                path = write(one, Path.cwd())
+                path = write(replace(one, name=expanded(one.name, self.variables)), Path.cwd())
                 if self.last_cells.get(one.name) == place:
                     say(f"{self.notebook.name}: {path.name}")
                     self.run_file(path, self.args)
@@ -181,8 +184,13 @@ class _Run:
         if returns:
             return output_of(expanded(text, self.variables), self._where(cell))
         with same_shell():
-            for command in commands_of(text, self.variables):
-                self._command(command)
+            for line in text.splitlines():
+                commands = commands_of(line, self.variables)
+                if any(one.output for one in commands) and all(reads(one) for one in commands):
+                    output_of(expanded(line, self.variables), self._where(cell))
+                    continue
+                for command in commands:
+                    self._command(command)
         return None
 
     def _cell(self, one: Source) -> None:
@@ -209,7 +217,7 @@ class _Run:
                 say(f"Warning: {self.notebook.name}: {path} does not exist and was not run")
                 return
             say(f"{self.notebook.name}: {' '.join([str(path), *args])}")
-            with variables_of(command):
+            with variables_of(command), output_kept(command):
                 try:
                     self.run_file(path, args)
                 except ModuleNotFoundError as error:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
-from typing import Final
+from typing import Final, TextIO, cast
 
 from viviane.compat.hugectr.arguments import say
 from viviane.compat.hugectr.notebook import Command, unmarked
@@ -138,6 +139,43 @@ def same_shell() -> Iterator[None]:
         for name in os.environ.keys() - variables.keys():
             del os.environ[name]
         os.environ.update(variables)
+
+
+def reads(command: Command) -> bool:
+    """Return whether a command changes nothing but the file that its output is redirected to."""
+    return bool(command.words) and command.program() is None and Path(command.words[0]).name in READING
+
+
+@contextmanager
+def output_kept(command: Command) -> Iterator[None]:
+    """Write what Python prints in a block to the file that a command's output is redirected to, if there is one."""
+    if command.output is None:
+        yield
+        return
+    name, how = command.output
+    path = Path(os.path.expandvars(name)).expanduser()
+    with path.open("a" if how in (">>", "tee -a") else "w", encoding="utf-8") as file:
+        shown: TextIO = cast(TextIO, _Copies(file, sys.stdout)) if how.startswith("tee") else file
+        with redirect_stdout(shown):
+            yield
+
+
+class _Copies(io.TextIOBase):
+    """A stream that writes to several others."""
+
+    def __init__(self, *streams: TextIO) -> None:
+        self._streams = streams
+
+    def write(self, text: str) -> int:
+        """Write a text to all."""
+        for one in self._streams:
+            one.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush all."""
+        for one in self._streams:
+            one.flush()
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -210,7 +210,13 @@ def format_of(params: DataReaderParams, columns: Columns, path: Path) -> Format:
     raise ConfigError("unknown reader", where="DataReaderParams, data_reader_type", value=params.data_reader_type)
 
 
-def close_readers() -> None:
-    """Stop the threads of all readers when a script has ended."""
+def open_readers() -> set[DataReader]:
+    """Return the readers that exist now."""
+    return set(_made)
+
+
+def close_readers(but: Container[DataReader] = ()) -> None:
+    """Stop the threads of all readers when a script has ended, but for those of the program that started it."""
     for reader in list(_made):
-        reader.close()
+        if reader not in but:
+            reader.close()

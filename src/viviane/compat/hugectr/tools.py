@@ -50,16 +50,22 @@ class DataGenerator:
 
     @typed
     def generate(self) -> None:
-        """Write the files; existing file lists are kept, as in HugeCTR."""
+        """Write the files; existing file lists are kept, as in HugeCTR. Of several processes the first writes.
+
+        The others wait for it if they call this, too: in HugeCTR one process may call it alone.
+        """
         values: dict[str, Any] = dict(vars(self.params))
         values.pop("num_threads")
         values["format"] = _FORMATS[values["format"].name]
         for name in ("check_type", "dist_type", "power_law_type"):
             values[name] = values[name].name
         config = DataGeneratorConfig(**values)
+        group().make_once(f"{config.source} {config.eval_source}", lambda: self._write(config))
+
+    def _write(self, config: DataGeneratorConfig) -> None:
         source = Path(config.source)
         if config.format == "norm" and source.is_file() and is_file_list(source):
             say(f"File list {source} exists, the data is not generated again")
             return
-        group().from_first(lambda: [generate_like_hugectr(config, overwrite=True), None][1])
+        generate_like_hugectr(config, overwrite=True)
         say(f"Data of {config.num_slot} slots: {config.source}, {config.eval_source}")
