@@ -52,6 +52,8 @@ CASES = {
     "lamb": (Lamb(epsilon=1e-9, weight_decay=0.5), [[3.0, -1.0]], {}, [0.86583593, 1.04472136]),
     "lamb, no gradient, no decay": (Lamb(), [[0.0, 0.0]], {}, [1.0, 1.0]),
     "ftrl": (Ftrl(beta=1.0), [[0.5]], {}, [0.29976988]),
+    # n: 0.1 to 0.35; z = 0.5 + (sqrt(0.1) - sqrt(0.35)) / 0.1; w = -z / (sqrt(0.35) / 0.1)
+    "ftrl, initial accumulator": (Ftrl(initial_accumulator=0.1), [[0.5]], {}, [0.3809621]),
     "ftrl, sparse": (Ftrl(beta=1.0, lambda1=5.0), [[0.5]], {}, [0.0]),
     "ftrl, lambda2": (Ftrl(beta=1.0, lambda2=15.0), [[0.5]], {}, [0.14988494]),
 }

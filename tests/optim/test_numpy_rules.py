@@ -58,7 +58,7 @@ def lamb(w, g, s, t):
 
 
 def ftrl(w, g, s, t):
-    before = s.get("n", 0.0)
+    before = s.get("n", 0.1)
     s["n"] = before + g**2
     s["z"] = s.get("z", 0.0) + g + (np.sqrt(before + SMALL) - np.sqrt(s["n"] + SMALL)) * w / LR
     divisor = np.sqrt(s["n"] + SMALL) / LR + 0.2 + 0.5 / LR
@@ -74,7 +74,7 @@ RULES = {
     "adam": (Adam(), adam),
     "adamw": (AdamW(weight_decay=0.2), adamw),
     "lamb": (Lamb(weight_decay=0.2), lamb),
-    "ftrl": (Ftrl(beta=0.5, lambda1=0.3, lambda2=0.2), ftrl),
+    "ftrl": (Ftrl(initial_accumulator=0.1, beta=0.5, lambda1=0.3, lambda2=0.2), ftrl),
 }
 
 

@@ -145,6 +145,8 @@ class Ftrl(_Optimizer):
     """Follow the regularized leader, proximal: unimportant weights become exactly zero (lambda1)."""
 
     type: Literal["ftrl"] = "ftrl"
+    initial_accumulator: float = Field(default=0.0, ge=0)
+    """What n, the sum of squares, begins with."""
     beta: float = Field(default=0.0, ge=0)
     lambda1: float = Field(default=0.0, ge=0)
     lambda2: float = Field(default=0.0, ge=0)

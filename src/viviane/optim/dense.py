@@ -156,7 +156,11 @@ class DenseOptimizer(torch.optim.Optimizer):
             state = self.state[param]  # a tensor's hash is a call in Python: once for each parameter
             if not state:
                 start = group.get("initial_accumulator", 0.0)
-                state = self.state[param] = {name: torch.full_like(param, start) for name in names}
+                # AdaGrad's sum and FTRL's n begin with it; FTRL's z, the second, with zero.
+                starts = [start, *[0.0] * (len(names) - 1)]
+                state = self.state[param] = {
+                    name: torch.full_like(param, one) for name, one in zip(names, starts, strict=True)
+                }
             kept.append(state)
         states = [[state[name] for state in kept] for name in names]
         if self.mover is not None:

@@ -23,7 +23,9 @@ from viviane.tensorflow.optimizer import SGD, OptimizerWrapper
 from viviane.tensorflow.processes import init, num_gpus, rank, set_comm_tool, size
 from viviane.tensorflow.run import run_script
 from viviane.tensorflow.variables import (
+    DistributedVariable,
     DynamicVariable,
+    LocalizedVariable,
     Variable,
     assign,
     export,
@@ -37,8 +39,10 @@ __all__ = [
     "SGD",
     "All2AllDenseEmbedding",
     "DistributedEmbedding",
+    "DistributedVariable",
     "DynamicVariable",
     "Init",
+    "LocalizedVariable",
     "OptimizerScope",
     "OptimizerWrapper",
     "Saver",

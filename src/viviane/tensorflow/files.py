@@ -24,12 +24,14 @@ from viviane.embedding.dynamic_content import DynamicContent
 from viviane.tensorflow.arguments import folder_of, optional
 from viviane.tensorflow.optimizer import OptimizerWrapper
 from viviane.tensorflow.processes import rank
+from viviane.tensorflow.table_variable import table_of
 from viviane.tensorflow.tables import Table
-from viviane.tensorflow.variables import file_name, rows_of, state_of, table_of
+from viviane.tensorflow.variables import file_name, rows_of
 
 _HEADER: Final = struct.Struct(">256si32si")
 _TYPES: Final = ("<i4", "<i8", "<u4", "<u8", "<f2", "<f4", "<f8")
 _KEYS, _ROWS, _STATE = 0, 1, 2
+_STEP: Final = "step"
 
 
 def dump(path: str | Path, variables: Any, optimizer: OptimizerWrapper | None = None) -> None:
@@ -46,14 +48,17 @@ def dump(path: str | Path, variables: Any, optimizer: OptimizerWrapper | None = 
     for variable in _listed(variables):
         name = file_name(variable)
         keys, rows = rows_of(variable)
-        state = {} if optimizer is None else state_of(variable)
+        state = {} if optimizer is None else table_of(variable).state()
         if rank() != 0:
             continue
         _write(folder / f"{name}-key", name, _KEYS, "", keys.numpy().astype("<i8"))
         _write(folder / f"{name}-weight", name, _ROWS, "", rows.numpy().astype("<f4"))
         for slot, part in state.items():
-            file = folder / f"{name}-{_kind(optimizer)}-{slot}"
-            _write(file, name, _STATE, slot, part.numpy().astype("<f4"))
+            file = folder / _state_file(name, optimizer, slot)
+            _write(file, name, _STATE, optimizer.slot_name(slot), part.numpy().astype("<f4"))  # type: ignore[union-attr]
+        if optimizer is not None:  # Adam's arithmetic needs the number of the step; SOK has no such file
+            file = folder / _state_file(name, optimizer, _STEP)
+            _write(file, name, _STATE, _STEP, np.array([table_of(variable).num_steps], "<i8"))
 
 
 def load(path: str | Path, variables: Any, optimizer: OptimizerWrapper | None = None) -> None:
@@ -72,22 +77,36 @@ def load(path: str | Path, variables: Any, optimizer: OptimizerWrapper | None = 
         if len(rows) != len(keys):
             raise CheckpointError("keys and rows differ in number", where=str(folder / name), value=len(rows),
                                   allowed=str(len(keys)))  # fmt: skip
-        state = {}
+        state, step = {}, 0
         if optimizer is not None:
             table.set_rule(optimizer.settings)
             for slot, own in _slots(table).items():
-                part = _read(folder / f"{name}-{_kind(optimizer)}-{slot}", name, _STATE, own)
+                part = _read(folder / _state_file(name, optimizer, slot), name, _STATE, own)
                 state[slot] = torch.from_numpy(part.astype(np.float32))
                 if len(part) != len(keys):
                     raise CheckpointError("keys and state differ in number", where=f"{folder / name}, {slot}",
                                           value=len(part), allowed=str(len(keys)))  # fmt: skip
-        _put(table, keys, rows, state)
+            step = _read_step(folder / _state_file(name, optimizer, _STEP), name, optimizer)
+        _put(table, keys, rows, state, step)
 
 
-def _put(table: Table, keys: Tensor, rows: Tensor, state: dict[str, Tensor]) -> None:
+def _read_step(file: Path, name: str, optimizer: OptimizerWrapper) -> int:
+    """Return how many steps a table has had; files of SOK's do not say it, but the optimizer may."""
+    if not file.is_file():
+        return optimizer.num_steps
+    numbers = _read(file, name, _STATE, None)
+    if len(numbers) != 1 or numbers[0] < 0:
+        raise CheckpointError("not a number of steps", where=str(file), value=numbers[:3].tolist())
+    optimizer.num_steps = max(optimizer.num_steps, int(numbers[0]))
+    return int(numbers[0])
+
+
+def _put(table: Table, keys: Tensor, rows: Tensor, state: dict[str, Tensor], step: int) -> None:
     if isinstance(table.config, DynamicTableConfig):
         zeros = torch.zeros_like(keys)
         table.dynamic.import_(DynamicContent(keys, rows, zeros, zeros, state))
+        if state:
+            table.dynamic.num_steps = step
         return
     count = table.config.num_rows
     if len(keys) != count or not torch.equal(keys.sort().values, torch.arange(count)):
@@ -97,7 +116,7 @@ def _put(table: Table, keys: Tensor, rows: Tensor, state: dict[str, Tensor]) -> 
         )  # fmt: skip
     order = torch.argsort(keys)
     table.collection.import_table(
-        table.config.name, TableState(rows[order], {name: part[order] for name, part in state.items()})
+        table.config.name, TableState(rows[order], {name: part[order] for name, part in state.items()}, step)
     )
 
 
@@ -115,9 +134,10 @@ def _listed(variables: Any) -> Sequence[Any]:
     return list(variables) if isinstance(variables, list | tuple) else [variables]
 
 
-def _kind(optimizer: OptimizerWrapper | None) -> str:
+def _state_file(name: str, optimizer: OptimizerWrapper | None, state: str) -> str:
     assert optimizer is not None
-    return type(getattr(optimizer.optimizer, "inner_optimizer", optimizer.optimizer)).__name__
+    kind = type(getattr(optimizer.optimizer, "inner_optimizer", optimizer.optimizer)).__name__
+    return f"{name}-{kind}-{optimizer.slot_name(state)}"
 
 
 def _write(file: Path, name: str, kind: int, slot: str, numbers: np.ndarray[Any, Any]) -> None:

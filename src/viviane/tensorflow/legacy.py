@@ -18,20 +18,12 @@ import numpy as np
 from viviane.core.errors import CheckpointError, ConfigError, DataError, expect
 from viviane.core.files import write_bytes_atomic
 from viviane.tensorflow.arguments import fitting, float_rows, folder_of, listed, number, pairs_of
+from viviane.tensorflow.host_calls import plain_python, tensorflow
 from viviane.tensorflow.lookup import all2all_dense_embedding, lookup_sparse
 from viviane.tensorflow.optimizer import Adam, OptimizerWrapper
 from viviane.tensorflow.processes import init, size
-from viviane.tensorflow.variables import (
-    DynamicVariable,
-    Variable,
-    assign,
-    file_name,
-    filter_variables,
-    plain_python,
-    rows_of,
-    table_of,
-    tensorflow,
-)
+from viviane.tensorflow.table_variable import table_of
+from viviane.tensorflow.variables import DynamicVariable, Variable, assign, file_name, filter_variables, rows_of
 
 _made: dict[str, Any] = {}
 _wrappers: weakref.WeakKeyDictionary[Any, OptimizerWrapper] = weakref.WeakKeyDictionary()

@@ -5,39 +5,14 @@ Shapes: B rows of the batch, N keys, D numbers a row.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
-
-import numpy as np
-import torch
+from typing import Any, Final
 
 from viviane.core.errors import ConfigError, DataError
-from viviane.embedding.external import short_traceback, tensor_at
 from viviane.tensorflow.arguments import listed, optional
-from viviane.tensorflow.tables import Table
-from viviane.tensorflow.variables import plain_python, table_of, tensorflow
+from viviane.tensorflow.host_calls import Lookup, Parts, check_structures, look_up, plain_python, tensorflow
+from viviane.tensorflow.table_variable import has_table, rows_of_keys, table_of
 
-_TYPES = {"int32": torch.int32, "int64": torch.int64, "float32": torch.float32}
-
-
-class _Parts(NamedTuple):
-    """Keys (N,), row splits (B + 1,), weights (N,) or None, and what has to be equal of both where it is not known."""
-
-    values: Any
-    splits: Any
-    weights: Any = None
-    structures: tuple[Any, ...] = ()
-
-    @property
-    def tensors(self) -> list[Any]:
-        """Return all, in the order in which the host takes them."""
-        own = [] if self.weights is None else [self.weights]
-        return [self.values, self.splits, *own, *self.structures]
-
-
-def _as_torch(array: np.ndarray[Any, Any]) -> torch.Tensor:
-    plain = np.ascontiguousarray(array)
-    return tensor_at(plain.ctypes.data, _TYPES[str(plain.dtype)], plain.shape).clone()
+_COMBINERS: Final = ("sum", "mean", "sqrtn")
 
 
 @plain_python
@@ -49,24 +24,31 @@ def lookup_sparse(
     use_low_frequency_filter: bool = False,
     *,
     training: bool = True,
+    hotness: Any = None,
 ) -> Any:
     """Pool the rows of keys: (B, D), one for each variable.
 
     Args:
-        params: a variable, or a list.
+        params: a variable, or a list; a tf.Variable is looked up by TensorFlow.
         sp_ids: for each, a tf.RaggedTensor or tf.SparseTensor of rank 2, int32 or int64; a dense matrix too.
         sp_weights: for each, float32, with the row splits or indices of its ids; a mean is divided by their sum.
-        combiners: for each, "sum" or "mean" (default); or one for all.
+            Combiners in this place are taken as such, and hotness is left out: SOK 4.2 and before had those here.
+        combiners: for each, "sum", "mean" (default) or "sqrtn"; or one for all.
         use_low_frequency_filter: keys are admitted by the variable's filter_ratio, with either value.
+        training: False where no gradient will come.
+        hotness: no effect: keys are counted where they come.
 
     Raises:
         ConfigError, DataError: lists of different lengths, other types, weights that are not one for each key.
             Inside of tf.function TensorFlow raises the last, with the same text.
     """
+    del hotness, use_low_frequency_filter
+    if _are(sp_weights, str) and combiners is None:
+        sp_weights, combiners = None, sp_weights
+    elif _are(sp_weights, int) and isinstance(sp_weights, list | tuple):
+        sp_weights = None
     single = not isinstance(params, list | tuple)
     variables, ids = ([params], [sp_ids]) if single else (list(params), listed("sp_ids", sp_ids))
-    if isinstance(combiners, list | tuple) and isinstance(combiners[0] if combiners else None, int):
-        raise ConfigError("hotness is not needed", fix="call lookup_sparse(params, sp_ids, combiners=...)")
     if not isinstance(combiners, list | tuple):
         optional("combiners", combiners, str)
     names = list(combiners) if isinstance(combiners, list | tuple) else [combiners or "mean"] * len(variables)
@@ -77,24 +59,70 @@ def lookup_sparse(
         counts = f"{len(variables)}, {len(ids)}, {len(weights)}, {len(names)}"
         raise ConfigError("variables, ids, weights and combiners are as many", value=counts)
     for name in names:
-        if not isinstance(name, str) or name not in ("sum", "mean"):
-            raise ConfigError("no such combiner", value=name, allowed="'sum', 'mean'")
-    del use_low_frequency_filter
-    tables = [table_of(one) for one in variables]
-    given = [_parts(one, own) for one, own in zip(ids, weights, strict=True)]
-    found = _look_up(variables, tables, given, names, training)
+        if not isinstance(name, str) or name not in _COMBINERS:
+            raise ConfigError("no such combiner", value=name, allowed=", ".join(map(repr, _COMBINERS)))
+    for one in variables:
+        if not _is_tensorflow_variable(one):
+            table_of(one)
+    found = _found(variables, [_parts(one, own) for one, own in zip(ids, weights, strict=True)], names, training)
     return found[0] if single else found
 
 
-def _parts(ids: Any, weights: Any) -> _Parts:
+def _found(variables: list[Any], given: list[Parts], names: list[str], training: bool) -> list[Any]:
+    """Look tables up in one call of the host, and TensorFlow's own variables by TensorFlow."""
+    lookups = {
+        i: Lookup(table_of(one), one.anchor(), one.trainable, parts, name)
+        for i, (one, parts, name) in enumerate(zip(variables, given, names, strict=True))
+        if has_table(one)
+    }
+    rows = dict(zip(lookups, look_up(list(lookups.values()), training) if lookups else [], strict=True))
+    return [
+        rows[i] if i in rows else _of_tensorflow(one, parts, name)
+        for i, (one, parts, name) in enumerate(zip(variables, given, names, strict=True))
+    ]
+
+
+def _is_tensorflow_variable(one: Any) -> bool:
+    tf = tensorflow()
+    return isinstance(one, tf.Variable) and not has_table(one) and one.shape.rank == 2
+
+
+def _of_tensorflow(variable: Any, parts: Parts, combiner: str) -> Any:
+    """Pool rows of a variable of TensorFlow's own: (B, D)."""
+    tf = tensorflow()
+    count = tf.size(parts.splits) - 1
+    places = tf.ragged.row_splits_to_segment_ids(parts.splits)
+    weights = tf.ones_like(parts.values, tf.float32) if parts.weights is None else parts.weights
+    same = (
+        tf.debugging.assert_equal(*parts.structures, "weights are not placed as their ids")
+        if parts.structures
+        else None
+    )
+    with tf.control_dependencies([] if same is None else [same]):
+        weights = tf.cast(weights, variable.dtype)[:, tf.newaxis]
+    total = tf.math.unsorted_segment_sum(tf.gather(variable, parts.values) * weights, places, count)
+    if combiner == "sum":
+        return total
+    square = combiner == "sqrtn"
+    sums = tf.math.unsorted_segment_sum(weights * weights if square else weights, places, count)
+    return tf.math.divide_no_nan(total, tf.sqrt(sums) if square else sums)
+
+
+def _are(given: Any, kind: type) -> bool:
+    """Return whether an argument is of a type, or a list of such."""
+    every = given if isinstance(given, list | tuple) else [given]
+    return bool(every) and all(isinstance(one, kind) and not isinstance(one, bool) for one in every)
+
+
+def _parts(ids: Any, weights: Any) -> Parts:
     tf = tensorflow()
     values, splits = _values(ids)
     if values.dtype not in (tf.int32, tf.int64):
         raise DataError("keys are int32 or int64", value=values.dtype.name)
     if weights is None:
-        return _Parts(values, splits)
+        return Parts(values, splits)
     own = tf.cast(_values(weights)[0], tf.float32)
-    return _Parts(values, splits, own, _structures(ids, weights))
+    return Parts(values, splits, own, _structures(ids, weights))
 
 
 def _structures(ids: Any, weights: Any) -> tuple[Any, ...]:
@@ -112,7 +140,7 @@ def _structures(ids: Any, weights: Any) -> tuple[Any, ...]:
     if pair[0] is pair[1]:
         return ()
     if tf.executing_eagerly():
-        _check_structures(*(one.numpy() for one in pair))
+        check_structures(*(one.numpy() for one in pair))
         return ()
     return pair
 
@@ -124,18 +152,6 @@ def _kind_of(given: Any) -> str:
     return "SparseTensor" if isinstance(given, tf.SparseTensor) else "matrix"
 
 
-def _check_structures(ids: np.ndarray[Any, Any], weights: np.ndarray[Any, Any]) -> None:
-    if np.array_equal(ids, weights):
-        return
-    same = ids.shape == weights.shape
-    at = int(np.flatnonzero((ids != weights).reshape(len(ids), -1).any(1))[0]) if same else "all"
-    raise DataError(
-        "weights are not placed as their ids", where="row splits, indices or shape, number " + str(at),
-        value=(weights[at] if same else weights.shape), allowed=str(ids[at] if same else ids.shape),
-        fix="make them of the ids: ids.with_values(weights), or tf.SparseTensor(ids.indices, weights, ids.dense_shape)",
-    )  # fmt: skip
-
-
 def _tensor(given: Any) -> Any:
     try:
         return tensorflow().convert_to_tensor(given)
@@ -144,96 +160,30 @@ def _tensor(given: Any) -> Any:
 
 
 def _values(given: Any) -> tuple[Any, Any]:
+    """Return keys or weights of rank 2 one after another, (N,), and their row splits, (B + 1,)."""
     tf = tensorflow()
+    is_own = isinstance(given, tf.RaggedTensor | tf.SparseTensor)
+    whole = given if is_own else _tensor(given)
+    if whole.shape.rank not in (2, None):
+        raise DataError("ids have rank 2", value=str(whole.shape), allowed="RaggedTensor, SparseTensor, a matrix",
+                        fix="for one row a key use all2all_dense_embedding, or reshape to (-1, 1)")  # fmt: skip
     if isinstance(given, tf.RaggedTensor):
+        if given.values.shape.rank != 1:
+            raise DataError("rows of ragged ids have one length", value=str(given.shape),
+                            fix="pass a matrix, or ids without inner dimensions")  # fmt: skip
         return given.values, tf.cast(given.row_splits, tf.int64)
     if isinstance(given, tf.SparseTensor):
-        lengths = tf.math.bincount(
-            tf.cast(given.indices[:, 0], tf.int32), minlength=tf.cast(given.dense_shape[0], tf.int32), dtype=tf.int64
+        rows = given.indices[:, 0]
+        sorted_rows = tf.debugging.assert_non_negative(
+            rows[1:] - rows[:-1], "indices of a SparseTensor are not in order: call tf.sparse.reorder"
         )
+        with tf.control_dependencies([] if sorted_rows is None else [sorted_rows]):
+            lengths = tf.math.bincount(
+                tf.cast(rows, tf.int32), minlength=tf.cast(given.dense_shape[0], tf.int32), dtype=tf.int64
+            )
         return given.values, tf.concat([tf.zeros((1,), tf.int64), tf.cumsum(lengths)], 0)
-    dense = _tensor(given)
-    if dense.shape.rank != 2:
-        raise DataError("ids have rank 2", value=str(dense.shape), allowed="RaggedTensor, SparseTensor, a matrix")
-    shape = tf.shape(dense, out_type=tf.int64)
-    return tf.reshape(dense, (-1,)), tf.range(shape[0] + 1) * shape[1]
-
-
-def _look_up(
-    variables: Sequence[Any], tables: Sequence[Table], given: Sequence[_Parts], names: Sequence[str], training: bool
-) -> list[Any]:
-    tf = tensorflow()
-    flat = [part for parts in given for part in parts.tensors]
-    recorded = _recorded()
-    # Eagerly and outside of a tape nothing can be differentiated; inside of tf.function a caller's tape may come later.
-    trains = training and any(one.trainable for one in variables) and (recorded or not tf.executing_eagerly())
-
-    def unpacked(arrays: Sequence[Any]) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
-        rest = list(arrays)
-        out: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]] = []
-        for parts in given:
-            values, offsets = _as_torch(rest.pop(0)), _as_torch(rest.pop(0))
-            weights = None if parts.weights is None else _as_torch(rest.pop(0))
-            if parts.structures:
-                _check_structures(rest.pop(0), rest.pop(0))
-            out.append((values, offsets, weights))
-        return out
-
-    @short_traceback
-    def read(*arrays: Any) -> list[Any]:
-        parts = unpacked(arrays)
-        return [t.read(*own, name).float().numpy() for t, own, name in zip(tables, parts, names, strict=True)]
-
-    @short_traceback
-    def begin(*arrays: Any) -> list[Any]:
-        numbers, rows = [], []
-        for table, own, name in zip(tables, unpacked(arrays), names, strict=True):
-            number, found = table.begin(*own, name, certain=recorded)
-            numbers.append(number)
-            rows.append(found.float().numpy())
-        return [np.asarray(numbers, np.int64), *rows]
-
-    @short_traceback
-    def deliver(numbers: Any, *gradients: Any) -> list[Any]:
-        together = zip(tables, numbers, gradients, names, strict=True)
-        first = [table.deliver(int(n), _as_torch(np.asarray(g)), name) for table, n, g, name in together]
-        return [np.float32(one) for one in first]
-
-    def shaped(rows: Sequence[Any]) -> list[Any]:
-        for one, table in zip(rows, tables, strict=True):
-            one.set_shape((None, table.config.dim))
-        return list(rows)
-
-    if not trains:
-        return shaped(_listed(tf.numpy_function(read, flat, [tf.float32] * len(tables))))
-
-    @tf.custom_gradient
-    def train(*anchors: Any) -> Any:
-        with tf.control_dependencies(anchors):
-            numbers, *rows = tf.numpy_function(begin, flat, [tf.int64, *[tf.float32] * len(tables)])
-
-        def backward(*gradients: Any) -> Any:
-            # The factor by which a script scales it: 1 for the first gradient of a step, whose rows wait in the table.
-            factors = _listed(tf.numpy_function(deliver, [numbers, *gradients], [tf.float32] * len(tables)))
-            for one in factors:
-                one.set_shape(())
-            return factors
-
-        return tuple(shaped(rows)), backward
-
-    return _listed(train(*[tf.convert_to_tensor(one) for one in variables]))
-
-
-def _recorded() -> bool:
-    """Return whether a tape may record what is computed now."""
-    from tensorflow.python.eager import record
-
-    return bool(record.could_possibly_record())
-
-
-def _listed(found: Any) -> list[Any]:
-    """Return results as a list: TensorFlow gives a single one as it is, in some modes."""
-    return list(found) if isinstance(found, list | tuple) else [found]
+    shape = tf.shape(whole, out_type=tf.int64)
+    return tf.reshape(whole, (-1,)), tf.range(shape[0] + 1) * shape[1]
 
 
 @plain_python
@@ -245,11 +195,11 @@ def all2all_dense_embedding(param: Any, indices: Any, *, training: bool = True) 
         indices: keys of any shape, int32 or int64.
         training: as of `lookup_sparse`.
     """
-    tf = tensorflow()
-    indices = _tensor(indices)
-    flat = tf.reshape(indices, (-1, 1))
-    rows = lookup_sparse(param, flat, combiners="sum", training=training)
-    return tf.reshape(rows, tf.concat([tf.shape(indices), [table_of(param).config.dim]], 0))
+    table_of(param)
+    keys = _tensor(indices)
+    if keys.dtype not in (tensorflow().int32, tensorflow().int64):
+        raise DataError("keys are int32 or int64", value=keys.dtype.name)
+    return rows_of_keys(param, keys, training)
 
 
 def sparse_read_and_evict(var: Any, indices: Any) -> Any:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from functools import cache
+from typing import Any, Final
 
 import numpy as np
 
@@ -14,7 +15,11 @@ from viviane.core.errors import ConfigError
 from viviane.embedding.external import checked_rate, short_traceback
 from viviane.ops.row_update import initial_state
 from viviane.tensorflow.arguments import pairs_of
-from viviane.tensorflow.variables import plain_python, state_of, table_of, tensorflow
+from viviane.tensorflow.host_calls import plain_python, tensorflow
+from viviane.tensorflow.table_variable import has_table, table_of
+
+_SLOTS: Final = {"Ftrl": {"n": "accumulator", "z": "linear"}}
+"""By optimizer: states that TensorFlow gives other names."""
 
 
 class SGD:
@@ -34,6 +39,13 @@ class OptimizerWrapper:
         ConfigError: tables do not have its arithmetic.
     """
 
+    def __new__(cls, optimizer: Any, *args: Any, **options: Any) -> Any:
+        """Return a wrapper that Keras 2's LossScaleOptimizer takes, where one of Keras 2's optimizers is wrapped."""
+        kind = _keras_base(optimizer)
+        if cls is OptimizerWrapper and kind is not None:
+            return object.__new__(_keras_wrapper(kind))
+        return object.__new__(cls)
+
     def __init__(self, optimizer: Any) -> None:
         self.optimizer = optimizer
         self.settings = _settings(optimizer)
@@ -41,12 +53,25 @@ class OptimizerWrapper:
 
     @property
     def lr(self) -> Any:
-        """The learning rate at present."""
+        """The learning rate at present; a variable of the optimizer where it has one, to be assigned."""
         return self._rate()
+
+    @lr.setter
+    def lr(self, value: Any) -> None:
+        self.learning_rate = value
+
+    @property
+    def learning_rate(self) -> Any:
+        """The same."""
+        return self._rate()
+
+    @learning_rate.setter
+    def learning_rate(self, value: Any) -> None:
+        setattr(self.optimizer, "lr" if isinstance(self.optimizer, SGD) else "learning_rate", value)
 
     @plain_python
     def apply_gradients(
-        self, grads_and_vars: Iterable[tuple[Any, Any]], global_step: Any = None, name: Any = None
+        self, grads_and_vars: Iterable[tuple[Any, Any]], global_step: Any = None, name: Any = None, **_: Any
     ) -> Any:
         """Update the tables of the variables.
 
@@ -54,7 +79,13 @@ class OptimizerWrapper:
         loss scaling. The rows' gradients wait in the tables.
         """
         tf = tensorflow()
-        pairs = [(gradient, variable) for gradient, variable in pairs_of(grads_and_vars) if gradient is not None]
+        del global_step, name
+        given = [(gradient, variable) for gradient, variable in pairs_of(grads_and_vars) if gradient is not None]
+        pairs = [pair for pair in given if has_table(pair[1])]
+        if rest := [pair for pair in given if not has_table(pair[1])]:
+            self._apply_to_others(rest)
+            if not pairs:
+                return None
         if not pairs:
             raise ConfigError(
                 "no variable has a gradient", fix="differentiate a loss that the lookups are part of. A model of Keras "
@@ -71,14 +102,47 @@ class OptimizerWrapper:
                 table.step(self.settings, checked_rate(rate, "OptimizerWrapper"), float(factor))
             return np.int64(0)
 
+        steps = self.iterations
+        rate = tf.cast(self._rate(), tf.float32)
+        factors = [tf.cast(tf.convert_to_tensor(one), tf.float32) for one, _ in pairs]
+        done = tf.numpy_function(step, [rate, *factors], tf.int64)
+        with tf.control_dependencies([done]):
+            return tf.group(steps.assign_add(1))
+
+    @property
+    def iterations(self) -> Any:
+        """The number of steps of the wrapper, by which schedules go: a variable."""
+        tf = tensorflow()
         if self._steps is None:
             with tf.init_scope():
                 self._steps = tf.Variable(0, dtype=tf.int64, trainable=False)
-        rate = tf.cast(self._rate(), tf.float32)
-        done = tf.numpy_function(step, [rate, *[tf.convert_to_tensor(one) for one, _ in pairs]], tf.int64)
-        with tf.control_dependencies([done]):
-            self._steps.assign_add(1)
-        return done
+        return self._steps
+
+    @property
+    def num_steps(self) -> int:
+        """The same as a number, or the optimizer's own where it has made more; eagerly alone."""
+        own = 0 if self._steps is None else int(self._steps)
+        return max(own, int(getattr(self.optimizer, "iterations", 0)))
+
+    @num_steps.setter
+    def num_steps(self, value: int) -> None:
+        self.iterations.assign(value)
+
+    def _apply_to_others(self, pairs: list[tuple[Any, Any]]) -> None:
+        """Update variables of TensorFlow's own by the optimizer itself."""
+        tf = tensorflow()
+        for _, variable in pairs:
+            if not isinstance(variable, tf.Variable) and not hasattr(variable, "assign"):
+                table_of(variable)  # raises
+        if not isinstance(self.optimizer, SGD):
+            self.optimizer.apply_gradients(pairs)
+            return
+        for gradient, variable in pairs:
+            rate = tf.cast(self._rate(), variable.dtype)
+            if isinstance(gradient, tf.IndexedSlices):
+                variable.scatter_sub(tf.IndexedSlices(rate * gradient.values, gradient.indices))
+            else:
+                variable.assign_sub(rate * gradient)
 
     def _rate(self) -> Any:
         rate = getattr(self.optimizer, "learning_rate", None)
@@ -90,11 +154,52 @@ class OptimizerWrapper:
 
     def get_slot_names(self) -> list[str]:
         """Return the names of the optimizer's state."""
-        return slot_names(self.settings)
+        return [self.slot_name(one) for one in initial_state(self.settings)]
 
     def get_slot(self, variable: Any, slot_name: str) -> Any:
-        """Return a table's state (N, D), in the order of `export`."""
-        return tensorflow().constant(state_of(variable)[slot_name].numpy())
+        """Return a table's state (N, D), in the order of `export`.
+
+        Raises:
+            ConfigError: the optimizer has no such state, or has not updated the variable.
+        """
+        for name, part in table_of(variable).state().items():
+            if slot_name in (name, self.slot_name(name)):
+                return tensorflow().constant(part.numpy())
+        raise ConfigError("no such state", where=f"variable {table_of(variable).config.name!r}", value=slot_name,
+                          allowed=", ".join(self.get_slot_names()) or "none", fix="apply gradients first")  # fmt: skip
+
+    def slot_name(self, state: str) -> str:
+        """Return what TensorFlow and SOK's files call a state of a table."""
+        return _SLOTS.get(type(self.settings).__name__, {}).get(state, state)
+
+
+def _keras_base(optimizer: Any) -> Any:
+    """Return the class of optimizers that Keras 2's LossScaleOptimizer takes; None where this is none of Keras 2."""
+    if not any(one.__module__.startswith("tf_keras.") for one in type(optimizer).__mro__):
+        return None
+    return tensorflow().keras.optimizers.legacy.Optimizer
+
+
+@cache
+def _keras_wrapper(base: Any) -> Any:
+    """Return the wrapper as a subclass of an optimizer of Keras 2, whose own means are not used."""
+
+    class KerasOptimizerWrapper(OptimizerWrapper, base):
+        def __init__(self, optimizer: Any) -> None:
+            base.__init__(self, "OptimizerWrapper")
+            OptimizerWrapper.__init__(self, optimizer)
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            object.__setattr__(self, name, value)
+
+        def __dir__(self) -> list[str]:
+            # TensorFlow's checkpoints ask whatever lists this for the slots of every object; they are no variables.
+            return [name for name in super().__dir__() if name != "get_slot_names"]
+
+        def get_config(self) -> dict[str, Any]:
+            return dict(self.optimizer.get_config())
+
+    return KerasOptimizerWrapper
 
 
 class Adam(OptimizerWrapper):
@@ -110,11 +215,6 @@ class Adam(OptimizerWrapper):
         plain = tensorflow().keras.optimizers.Adam(learning_rate, beta_1=beta_1, beta_2=beta_2, epsilon=epsilon)
         super().__init__(plain)
         self.settings = self.settings.model_copy(update={"update": "lazy_global"})
-
-
-def slot_names(settings: AnyOptimizer) -> list[str]:
-    """Return the names of an optimizer's state, as Viviane has them."""
-    return list(initial_state(settings))
 
 
 def _settings(optimizer: Any) -> AnyOptimizer:
@@ -137,14 +237,15 @@ def _settings(optimizer: Any) -> AnyOptimizer:
         )  # fmt: skip
     if kind in ("Adam", "LazyAdam"):
         return AdamSettings(beta1=config["beta_1"], beta2=config["beta_2"], epsilon=config["epsilon"], update="local")
-    if kind == "Ftrl" and not config.get("initial_accumulator_value", 0.0):
+    if kind == "Ftrl":
         if config.get("learning_rate_power", -0.5) != -0.5 or config.get("l2_shrinkage_regularization_strength"):
             raise ConfigError("tables have FTRL with learning_rate_power=-0.5 and no shrinkage", where="Ftrl")
         return Ftrl(
-            beta=config.get("beta", 0.0), lambda1=config["l1_regularization_strength"],
-            lambda2=config["l2_regularization_strength"],
+            initial_accumulator=config.get("initial_accumulator_value", 0.0), beta=config.get("beta", 0.0),
+            lambda1=config["l1_regularization_strength"],
+            lambda2=2.0 * config["l2_regularization_strength"],  # Keras' is that of l2 w^2
         )  # fmt: skip
     raise ConfigError(
         "tables do not have this optimizer's arithmetic", value=kind,
-        allowed="SGD, Adagrad, Adam, Ftrl(initial_accumulator_value=0)",
+        allowed="SGD, Adagrad, Adam, Ftrl",
     )  # fmt: skip

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Final
 
+from viviane.core.errors import ConfigError, VivianeError
 from viviane.core.scripts import checked_script, installed_modules, missing_names_explained, run_as_main
 from viviane.embedding.external import raised_in
 
@@ -63,7 +64,13 @@ def _own_errors() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        own = raised_in(str(error)) if type(error).__module__.startswith("tensorflow.") else None
+        text = str(error)
+        own: VivianeError | None = raised_in(text) if type(error).__module__.startswith("tensorflow.") else None
+        if own is None and "PyFunc" in text and "XLA" in text:
+            own = ConfigError(
+                "XLA compiles no lookup: it calls the host", where="tf.function", value="jit_compile=True",
+                fix="leave jit_compile out of the step, and give it to a tf.function of the dense layers alone",
+            )  # fmt: skip
         if own is None:
             raise
         raise own from None

@@ -185,6 +185,72 @@ class Table:
                 self._numbers.clear()
                 self.lookups.discard()
 
+    # Rows ---------------------------------------------------------------------------------------------------
+
+    @property
+    def is_dynamic(self) -> bool:
+        """Whether the table grows with its keys."""
+        return isinstance(self.config, DynamicTableConfig)
+
+    @property
+    def num_pending(self) -> int:
+        """Gradients that have come and were not applied."""
+        return len(self._ended)
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of the optimizer so far."""
+        if self.is_dynamic:
+            return self.dynamic.num_steps
+        return self.collection.export_table(self.config.name, copy=False).step
+
+    def rows(self) -> tuple[Tensor, Tensor]:
+        """Return keys (N,), rising, and rows (N, D)."""
+        if self.is_dynamic:
+            content = self.dynamic.export()
+            order = torch.argsort(content.keys)
+            return content.keys[order], content.weight[order].float()
+        rows = self.collection.export_table(self.config.name).weight.float()
+        return torch.arange(len(rows)), rows
+
+    def state(self) -> dict[str, Tensor]:
+        """Return the optimizer's state by name, in the order of `rows`."""
+        if self.is_dynamic:
+            content = self.dynamic.export()
+            order = torch.argsort(content.keys)
+            return {name: part[order].float() for name, part in content.state.items()}
+        return {name: part.float() for name, part in self.collection.export_table(self.config.name).state.items()}
+
+    def put(self, keys: Tensor, rows: Tensor) -> None:
+        """Put rows (N, D) under keys (N,); keys that a dynamic table does not know are added.
+
+        Raises:
+            ConfigError: shapes differ, or a key is not in a fixed table.
+        """
+        name, dim = self.config.name, self.config.dim
+        if tuple(rows.shape) != (len(keys), dim):
+            raise ConfigError(
+                "rows do not fit", value=tuple(rows.shape), where=f"variable {name!r}", allowed=str((len(keys), dim))
+            )
+        if isinstance(self.config, DynamicTableConfig):
+            found = self.dynamic.find_or_insert(keys)
+            self.dynamic.weight[found] = rows.to(self.dynamic.weight)
+            return
+        count = self.config.num_rows
+        if len(keys) and not 0 <= int(keys.min()) <= int(keys.max()) < count:
+            raise ConfigError("no such key", where=f"variable {name!r}", value=[int(keys.min()), int(keys.max())],
+                              allowed=f"0 to {count - 1}")  # fmt: skip
+        whole = self.collection.export_table(name).weight
+        whole[keys] = rows.to(whole)
+        self.collection.copy_rows(name, whole)
+
+    def add(self, keys: Tensor, rows: Tensor) -> None:
+        """Add rows (N, D) to those of keys (N,), which may come more than once."""
+        own, place = torch.unique(keys, return_inverse=True)
+        offsets = torch.arange(len(own) + 1)
+        before = self.read(own, offsets, None, "sum").float()
+        self.put(own, before.index_add(0, place, rows))
+
     # When keys were used ------------------------------------------------------------------------------------
 
     def _mark(self) -> None:

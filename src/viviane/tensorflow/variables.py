@@ -9,15 +9,13 @@ import itertools
 import string
 from collections.abc import Callable, Sequence
 from datetime import datetime
-from functools import cache, wraps
-from typing import Any, Final, ParamSpec, TypeVar
+from typing import Any, Final
 
 import numpy as np
 import torch
 
 from viviane.core.errors import ConfigError, expect
 from viviane.core.logging import get_logger
-from viviane.core.optional import require
 from viviane.core.whole_numbers import whole_numbers
 from viviane.embedding import (
     ConstantInit,
@@ -27,79 +25,54 @@ from viviane.embedding import (
     TableConfig,
     UniformInit,
 )
-from viviane.tensorflow.arguments import fitting, float_rows, listed, number, optional, type_name
+from viviane.tensorflow.arguments import float_rows, listed, number, optional, type_name
+from viviane.tensorflow.host_calls import tensorflow
 from viviane.tensorflow.processes import size
+from viviane.tensorflow.table_variable import check_moved, has_table, table_of, variable_class
 from viviane.tensorflow.tables import Table
 
 _log = get_logger("tensorflow")
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
 _static, _dynamic = itertools.count(), itertools.count()
 _MEMORY_OPTIONS: Final = (
     "max_hbm_for_vectors", "max_load_factor", "max_bucket_size", "block_size", "device_id", "io_by_cpu",
 )  # fmt: skip
 _ROWS: Final = {"float32": "float32", "float16": "float16", "bfloat16": "bfloat16"}
+_OF_TENSORFLOW: Final = (
+    "validate_shape", "caching_device", "variable_def", "import_scope", "synchronization", "aggregation",
+)  # fmt: skip
+"""Options of tf.Variable that say nothing about rows."""
 
 
-def tensorflow() -> Any:
-    """Import TensorFlow, or name the extra that installs it."""
-    return require("tensorflow", extra="tensorflow", purpose="viviane.tensorflow")
-
-
-def plain_python(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Let AutoGraph leave a function as it is, when a script calls it inside of `tf.function`."""
-
-    @wraps(function)
-    def call(*args: _P.args, **options: _P.kwargs) -> _R:
-        try:
-            result: _R = tensorflow().autograph.experimental.do_not_convert(function)(*args, **options)
-        except TypeError:
-            fitting(function.__name__, function, args, options)
-            raise
-        return result
-
-    call.autograph_info__ = {}  # type: ignore[attr-defined]  # AutoGraph does not convert functions with this attribute
-    return call
-
-
-@cache
-def _variable_class() -> Any:
-    """Return the class of variables: an ordinary one, one number large, with a reference to its table."""
-    tensorflow()
-    from tensorflow.python.ops.resource_variable_ops import ResourceVariable
-
-    class TableVariable(ResourceVariable):
-        """A number through which TensorFlow's gradients reach a table; `table` has the rows."""
-
-        viviane_table: Table
-
-        @property
-        def size(self) -> Any:
-            """Rows and width at present, as SOK has it."""
-            return tensorflow().constant([len(export(self)[0]), self.viviane_table.config.dim])
-
-        @property
-        def global_shape(self) -> tuple[int | None, int]:
-            """Rows, if they are fixed, and width."""
-            config = self.viviane_table.config
-            return (getattr(config, "num_rows", None), config.dim)
-
-        @property
-        def table_name(self) -> str:
-            """The table's name in files."""
-            return self.viviane_table.config.name
-
-    return TableVariable
-
-
-def _wrap(table: Table, trainable: bool) -> Any:
+def _wrap(table: Table, trainable: bool, mode: str | None = None, key_type: Any = None) -> Any:
     tf = tensorflow()
+    kind = tf.as_dtype(table.config.dtype)
     with tf.init_scope():
-        variable = _variable_class()(
-            initial_value=np.float32(0.0), trainable=trainable, name=table.config.name, dtype=tf.float32
+        variable = variable_class()(
+            initial_value=tf.zeros((), kind), trainable=trainable, name=table.config.name, dtype=kind
         )
-    variable.viviane_table = table
+    variable.viviane_table, variable.mode, variable.key_type = table, mode or "distributed", key_type
     return variable
+
+
+class _ByTable(type):
+    """Of classes that make variables, which `isinstance` knows by their tables."""
+
+    holds: Callable[[Any], bool]
+
+    def __instancecheck__(cls, one: Any) -> bool:
+        return has_table(one) and cls.holds(one)
+
+
+class DistributedVariable(metaclass=_ByTable):
+    """What isinstance(..., DistributedVariable) holds for: a fixed table with rows in all processes."""
+
+    holds = staticmethod(lambda one: not table_of(one).is_dynamic and one.target_gpu < 0)
+
+
+class LocalizedVariable(metaclass=_ByTable):
+    """What isinstance(..., LocalizedVariable) holds for: a fixed table of one process."""
+
+    holds = staticmethod(lambda one: not table_of(one).is_dynamic and one.target_gpu >= 0)
 
 
 def _kind(mode: str | None) -> str:
@@ -122,7 +95,9 @@ def Variable(  # noqa: N802 - SOK's name
     shape: Sequence[int] | None = None,
     initializer: Any = None,
     mode: str | None = None,
+    constraint: Any = None,
     seed: int = 0,
+    **options: Any,
 ) -> Any:
     """Return a table of fixed rows as a variable.
 
@@ -130,25 +105,29 @@ def Variable(  # noqa: N802 - SOK's name
         initial_value: rows (N, D); or None with `shape` and `initializer`.
         trainable, name, dtype: as of tf.Variable; float32, float16 or bfloat16.
         shape: (N, D).
-        initializer: called with shape and dtype, as Keras' and TensorFlow's are.
+        initializer: called with shape and dtype, as Keras' and TensorFlow's are; or the name of one of Keras'.
         mode: "distributed", rows over all processes, or "localized:<process>", the table in one of them.
+        constraint: None.
         seed: of stochastic rounding.
+        options: others of tf.Variable, which have no effect: validate_shape, caching_device, ...
     """
     optional("name", name, str)
     expect("trainable", trainable, bool)
-    kind = np.dtype(np.float32).name if dtype is None else type_name("dtype", dtype)
+    if constraint is not None:
+        raise ConfigError("rows have no constraints", where="Variable")
+    if unknown := sorted(set(options) - set(_OF_TENSORFLOW)):
+        raise ConfigError("unknown options", where="Variable", value=", ".join(unknown))
+    if callable(initial_value):
+        initial_value = initial_value()
+    if dtype is None:
+        kind = str(getattr(getattr(initial_value, "dtype", None), "name", ""))
+        kind = kind if kind in _ROWS else "float32"
+    else:
+        kind = type_name("dtype", dtype)
     if kind not in _ROWS:
         raise ConfigError("no such type of rows", value=kind, allowed=", ".join(_ROWS))
     if initial_value is None:
-        if shape is None or initializer is None:
-            raise ConfigError("a Variable needs initial_value, or shape and initializer")
-        if not callable(initializer):
-            raise ConfigError("initializer cannot be called", value=type(initializer).__name__,
-                              allowed="tf.keras.initializers")  # fmt: skip
-        sizes = tuple(number("shape", one, int) for one in listed("shape", shape))
-        initial_value = initializer(sizes, dtype="float32")
-    elif callable(initial_value):
-        initial_value = initial_value()
+        initial_value = _drawn(shape, initializer)
     rows = float_rows("initial_value", initial_value)
     if rows.ndim != 2:
         raise ConfigError("a table is a matrix (N, D)", value=str(rows.shape))
@@ -158,10 +137,24 @@ def Variable(  # noqa: N802 - SOK's name
         _kind(mode), seed,
     )  # fmt: skip
     table.collection.copy_rows(name, torch.from_numpy(rows.copy()))
-    return _wrap(table, trainable)
+    return _wrap(table, trainable, mode)
 
 
-def DynamicVariable(  # noqa: N802 - SOK's name
+def _drawn(shape: Any, initializer: Any) -> Any:
+    if shape is None or initializer is None:
+        raise ConfigError("a Variable needs initial_value, or shape and initializer")
+    if isinstance(initializer, str):
+        try:
+            initializer = tensorflow().keras.initializers.get(initializer)
+        except (TypeError, ValueError) as error:
+            raise ConfigError("no such initializer", value=initializer, allowed="tf.keras.initializers") from error
+    if not callable(initializer):
+        raise ConfigError("initializer cannot be called", value=type(initializer).__name__,
+                          allowed="tf.keras.initializers")  # fmt: skip
+    return initializer(tuple(number("shape", one, int) for one in listed("shape", shape)), dtype="float32")
+
+
+def _dynamic_variable(
     dimension: int,
     initializer: Any = None,
     var_type: str | None = None,
@@ -175,23 +168,7 @@ def DynamicVariable(  # noqa: N802 - SOK's name
     seed: int = 0,
     **options: Any,
 ) -> Any:
-    """Return a table that grows with its keys as a variable.
-
-    Args:
-        dimension: D.
-        initializer: None or "random": for "hbm" uniform in (-0.05, 0.05), for "hybrid" N(0, 1); "normal", "uniform"
-            (0 to 1), "uniform:<low>:<high>", "normal:<mean>:<std>", "ones", "zeros", or a number as text.
-        var_type: "hbm" or "hybrid" (default): here they differ in the initializer and in eviction alone.
-        name, trainable: as of tf.Variable.
-        constraint: None.
-        key_type: int32 or int64; both may be looked up.
-        dtype: float32.
-        mode: as of `Variable`.
-        seed: of initial values and admission.
-        options: init_capacity, max_capacity (beyond it the key used longest ago goes; "kCustomized" is not known),
-            evict_strategy, filter_ratio, most_keys (beyond it a new key raises). Options of GPU memory
-            (max_hbm_for_vectors, ...) have no effect here, and a line of the log tells so.
-    """
+    """Make what DynamicVariable(...) is."""
     for what, value in (("var_type", var_type), ("name", name)):
         optional(what, value, str)
     expect("trainable", trainable, bool)
@@ -211,7 +188,50 @@ def DynamicVariable(  # noqa: N802 - SOK's name
     config = DynamicTableConfig(
         name=name, dim=dimension, init=_law(initializer, kind), absent="initial", **_options(kind, options, name)
     )
-    return _wrap(Table(config, _kind(mode), seed), trainable)
+    own = tensorflow().as_dtype("int64" if key_type is None else key_type)
+    return _wrap(Table(config, _kind(mode), seed), trainable, mode, own)
+
+
+class DynamicVariable(metaclass=_ByTable):
+    """A table that grows with its keys as a variable.
+
+    Args:
+        dimension: D.
+        initializer: None or "random": for "hbm" uniform in (-0.05, 0.05), for "hybrid" N(0, 1); "normal", "uniform"
+            (0 to 1), "uniform:<low>:<high>", "normal:<mean>:<std>", "ones", "zeros", or a number as text.
+        var_type: "hbm" or "hybrid" (default): here they differ in the initializer and in eviction alone.
+        name, trainable: as of tf.Variable.
+        constraint: None.
+        key_type: int32 or int64; both may be looked up.
+        dtype: float32.
+        mode: as of `Variable`.
+        seed: of initial values and admission.
+        options: init_capacity, max_capacity (beyond it the key used longest ago goes; "kCustomized" is not known),
+            evict_strategy, filter_ratio, most_keys (beyond it a new key raises). Options of GPU memory
+            (max_hbm_for_vectors, ...) have no effect here, and a line of the log tells so.
+    """
+
+    holds = staticmethod(lambda one: table_of(one).is_dynamic)
+
+    def __new__(
+        cls,
+        dimension: int,
+        initializer: Any = None,
+        var_type: str | None = None,
+        name: str | None = None,
+        constraint: Any = None,
+        trainable: bool = True,
+        key_type: Any = None,
+        dtype: Any = None,
+        mode: str | None = None,
+        *,
+        seed: int = 0,
+        **options: Any,
+    ) -> Any:
+        """Return the variable, one of TensorFlow's: `isinstance` knows it by its table."""
+        return _dynamic_variable(
+            dimension, initializer, var_type, name, constraint, trainable, key_type, dtype, mode, seed=seed, **options
+        )  # fmt: skip
 
 
 def _law(given: Any, kind: str) -> Any:
@@ -265,25 +285,10 @@ def _options(kind: str, given: dict[str, Any], name: str) -> dict[str, Any]:
     return out
 
 
-def table_of(variable: Any) -> Table:
-    """Return a variable's table.
-
-    Raises:
-        ConfigError: it is another kind of variable.
-    """
-    table = getattr(variable, "viviane_table", None)
-    if not isinstance(table, Table):
-        raise ConfigError(
-            "not a variable with a table", value=type(variable).__name__, allowed="sok.Variable, sok.DynamicVariable"
-        )
-    return table
-
-
 def filter_variables(variables: Sequence[Any]) -> tuple[list[Any], list[Any]]:
     """Return the variables with tables, and the others."""
     variables = listed("variables", variables)
-    own = [one for one in variables if isinstance(getattr(one, "viviane_table", None), Table)]
-    return own, [one for one in variables if not isinstance(getattr(one, "viviane_table", None), Table)]
+    return [one for one in variables if has_table(one)], [one for one in variables if not has_table(one)]
 
 
 def file_name(variable: Any) -> str:
@@ -293,31 +298,25 @@ def file_name(variable: Any) -> str:
 
 
 def rows_of(variable: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return keys (N,), rising, and rows (N, D)."""
-    table = table_of(variable)
-    if isinstance(table.config, DynamicTableConfig):
-        content = table.dynamic.export()
-        order = torch.argsort(content.keys)
-        return content.keys[order], content.weight[order].float()
-    rows = table.collection.export_table(table.config.name).weight.float()
-    return torch.arange(len(rows)), rows
+    """Return keys (N,), rising, and rows (N, D), for files.
 
-
-def state_of(variable: Any) -> dict[str, torch.Tensor]:
-    """Return a table's optimizer state by name, in the order of `rows_of`."""
+    Raises:
+        LostUpdateError: an optimizer of TensorFlow's was given the variable: its rows have not moved.
+    """
     table = table_of(variable)
-    if isinstance(table.config, DynamicTableConfig):
-        content = table.dynamic.export()
-        order = torch.argsort(content.keys)
-        return {name: part[order].float() for name, part in content.state.items()}
-    return {name: part.float() for name, part in table.collection.export_table(table.config.name).state.items()}
+    check_moved(variable)
+    if table.num_pending:
+        _log.warning("variable %r: %d gradients wait for apply_gradients and are not in its rows",
+                     table.config.name, table.num_pending)  # fmt: skip
+    return table.rows()
 
 
 def export(variable: Any) -> tuple[Any, Any]:
     """Return a variable's keys (N,) and rows (N, D) as tensors."""
     tf = tensorflow()
     keys, rows = rows_of(variable)
-    return tf.constant(keys.numpy()), tf.constant(rows.numpy())
+    kind = variable.key_type or tf.int64
+    return tf.cast(tf.constant(keys.numpy()), kind), tf.cast(tf.constant(rows.numpy()), variable.dtype)
 
 
 def assign(variable: Any, indices: Any, values: Any) -> Any:
@@ -327,24 +326,8 @@ def assign(variable: Any, indices: Any, values: Any) -> Any:
         ConfigError: shapes differ, or a key is not in a fixed table.
     """
     table = table_of(variable)
-    keys = torch.from_numpy(whole_numbers(np.asarray(indices), np.int64, "indices").ravel())
-    rows = torch.from_numpy(float_rows("values", values).copy())
-    if tuple(rows.shape) != (len(keys), table.config.dim):
-        raise ConfigError(
-            "rows do not fit", value=tuple(rows.shape), where=f"variable {table.config.name!r}",
-            allowed=str((len(keys), table.config.dim)),
-        )  # fmt: skip
-    if isinstance(table.config, DynamicTableConfig):
-        found = table.dynamic.find_or_insert(keys)
-        table.dynamic.weight[found] = rows.to(table.dynamic.weight)
-        return variable
-    if len(keys) and not 0 <= int(keys.min()) <= int(keys.max()) < table.config.num_rows:
-        raise ConfigError(
-            "no such key", value=[int(keys.min()), int(keys.max())], allowed=f"0 to {table.config.num_rows - 1}"
-        )
-    whole = table.collection.export_table(table.config.name).weight
-    whole[keys] = rows.to(whole)
-    table.collection.copy_rows(table.config.name, whole)
+    keys = torch.from_numpy(whole_numbers(np.asarray(indices), np.int64, "indices").ravel().copy())
+    table.put(keys, torch.from_numpy(float_rows("values", values).copy()))
     return variable
 
 

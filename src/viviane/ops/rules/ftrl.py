@@ -101,6 +101,10 @@ class FtrlProximal(DenseRule):
         """Return lambda2 and beta."""
         return self.settings.lambda2, self.settings.beta, 0.0
 
+    def initial(self) -> dict[str, float]:
+        """Return the first values of n and z."""
+        return {"n": self.settings.initial_accumulator, "z": 0.0}
+
     def update(self, w: Tensor, g: Tensor, state: MutableMapping[str, Tensor], lr: float, step: int) -> Tensor:
         """Return the new rows."""
         n, lambda1 = state["n"], self.settings.lambda1
