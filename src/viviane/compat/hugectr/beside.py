@@ -1,4 +1,4 @@
-"""Packages that scripts import with HugeCTR: replacements if they are not installed, or errors for unsupported ones."""
+"""Packages that scripts import with HugeCTR: replacements if they are not installed."""
 
 from __future__ import annotations
 
@@ -12,31 +12,13 @@ from typing import Any, Final
 
 import torch
 
+from viviane.compat.hugectr import tensorflow_lookup
 from viviane.compat.hugectr.arguments import say
 from viviane.compat.hugectr.enums import Layer_t
 from viviane.compat.hugectr.onnx_converter import convert
 from viviane.compat.hugectr.parameter_server import HPS
 from viviane.compat.hugectr.processes import group, is_first, wait_for_all
 from viviane.core.errors import ConfigError
-
-_ABSENT: Final[dict[str, str]] = {
-    "hierarchical_parameter_server": "look up keys with hugectr.inference.HPS",
-}
-"""Packages without a replacement, with a suggestion for each."""
-
-
-class AbsentPackageError(ConfigError, ImportError):
-    """A script used a package without a replacement; scripts that do not need it catch ImportError."""
-
-
-class AbsentModule(ModuleType):
-    """A package without a replacement: every attribute raises an error with a suggestion."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        fix = _ABSENT[self.__name__.partition(".")[0]]
-        raise AbsentPackageError("the package has no replacement here", where=f"{self.__name__}.{name}", fix=fix)
 
 
 class LookupLayer(torch.nn.Module):
@@ -152,6 +134,10 @@ class _Constants(ModuleType):
         return name.lower()
 
 
+def _hps_tensorflow() -> dict[str, ModuleType]:
+    return {tensorflow_lookup.NAME: tensorflow_lookup.package()}
+
+
 def _hps_torch() -> dict[str, ModuleType]:
     module = ModuleType("hps_torch")
     vars(module).update(LookupLayer=LookupLayer)
@@ -202,8 +188,8 @@ def _hugectr2onnx() -> dict[str, ModuleType]:
 
 
 _ANSWERED: Final[dict[str, Callable[[], dict[str, ModuleType]]]] = {
-    "hps_torch": _hps_torch, "hugectr2onnx": _hugectr2onnx, "mlperf_logging": _mlperf_logging,
-    "mlperf_common": _mlperf_common,
+    "hierarchical_parameter_server": _hps_tensorflow, "hps_torch": _hps_torch, "hugectr2onnx": _hugectr2onnx,
+    "mlperf_logging": _mlperf_logging, "mlperf_common": _mlperf_common,
 }  # fmt: skip
 
 
@@ -212,13 +198,9 @@ def _is_installed(name: str) -> bool:
 
 
 def packages() -> dict[str, ModuleType]:
-    """Return packages that are not installed, by name: replacements, and modules that raise errors."""
+    """Return replacements for the packages that are not installed, by name."""
     made: dict[str, ModuleType] = {}
     for name, make in _ANSWERED.items():
         if not _is_installed(name):
             made |= make()
-    for name in _ABSENT:
-        if not _is_installed(name):
-            made[name] = AbsentModule(name)
-            made[name].__path__ = []
     return made

@@ -15,6 +15,7 @@ from viviane.compat.hugectr.arguments import print_notes
 from viviane.compat.hugectr.notebook_run import run_notebook
 from viviane.compat.hugectr.reading import close_readers, open_readers
 from viviane.compat.hugectr.symbols import HugectrModule, modules
+from viviane.compat.hugectr.tensorflow_lookup import close_servers, keras_of_scripts
 from viviane.compat.hugectr.tensors import want_gradients
 from viviane.core.errors import ConfigError
 from viviane.core.scripts import checked_script, installed_modules, missing_names_explained, run_as_main
@@ -34,6 +35,8 @@ def installed() -> Iterator[None]:
             yield
         finally:
             close_readers(but=before)  # a notebook's cells go on with theirs after a program that one of them runs
+            if not is_nested:
+                close_servers()
             print_notes()
 
 
@@ -45,6 +48,7 @@ def install() -> None:
 
 def _end() -> None:
     close_readers()
+    close_servers()
     print_notes()
 
 
@@ -61,7 +65,8 @@ def run_script(script: str | Path, args: Sequence[str] = (), program: str | None
     """
     path = checked_script(script)
     if path.suffix == ".ipynb":
-        with installed(), missing_names_explained(path):
+        text = path.read_text(encoding="utf-8", errors="replace")
+        with keras_of_scripts(text), installed(), missing_names_explained(path):
             run_notebook(path, args, program, run_file=_run, run_cell=_run_cell)
         return
     if program is not None:
@@ -74,7 +79,7 @@ def _run(path: Path, args: Sequence[str]) -> None:
     text = path.read_text(encoding="utf-8", errors="replace")
     want_gradients("check_out_tensor" in text and re.search(r"\bTrain\b", text) is not None)
     try:
-        with installed():
+        with keras_of_scripts(text), installed():
             run_as_main(path, args)
     finally:
         want_gradients(False)

@@ -323,8 +323,11 @@ def chosen_program(steps: Sequence[Step], program: str, notebook: str | Path) ->
     return found[0]
 
 
+_PACKAGES: Final = ("hugectr", "hugectr2onnx", "hierarchical_parameter_server", "hps_torch")
+
+
 def imports_hugectr(text: str) -> bool:
-    """Return whether Python code imports hugectr or one of its modules; False for other text."""
+    """Return whether Python code imports hugectr, one of its modules or of its packages; False for other text."""
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError):
@@ -333,7 +336,7 @@ def imports_hugectr(text: str) -> bool:
         names = [one.name for one in node.names] if isinstance(node, ast.Import) else []
         if isinstance(node, ast.ImportFrom) and node.module:
             names = [node.module]
-        if any(name.split(".")[0] == "hugectr" for name in names):
+        if any(name.split(".")[0] in _PACKAGES for name in names):
             return True
     return False
 
