@@ -50,6 +50,10 @@ def test_shell_lines_and_magics_in_blocks_run_in_their_place() -> None:
     )
 
 
+def test_the_source_of_a_cells_functions_is_found() -> None:
+    run("import inspect\ndef one():\n    return 1", "assert inspect.getsource(one) == 'def one():\\n    return 1\\n'")
+
+
 def test_text_that_only_looks_like_a_shell_line_or_a_magic_stays() -> None:
     run(
         "text = '''\n!rm -rf x\n%s of them\n''' % 'two'\nassert text == '\\n!rm -rf x\\ntwo of them\\n'",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import linecache
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -86,5 +87,9 @@ def _run(path: Path, args: Sequence[str]) -> None:
 
 
 def _run_cell(text: str, name: str, variables: dict[str, Any]) -> None:
-    """Run a notebook's plain cell; its last expression is not shown, and its readers serve the cells after it."""
+    """Run a notebook's plain cell; its last expression is not shown, and its readers serve the cells after it.
+
+    Tools that read the source of functions, such as TensorFlow's AutoGraph, find it as in IPython.
+    """
+    linecache.cache[name] = (len(text), None, [f"{line}\n" for line in text.splitlines()], name)
     exec(compile(text, name, "exec"), variables)
