@@ -207,6 +207,7 @@ def test_checkpoints_of_tensorflow_have_the_rows(tmp_path: Path) -> None:
 
 
 SCALED = """
+import sys
 import numpy as np, tensorflow as tf, sparse_operation_kit as sok
 import horovod.tensorflow as hvd
 sok.init()
@@ -229,22 +230,81 @@ step()
 assert table.numpy().tolist() == [[1, 1], [-3, -3], [1, 1], [1, 1]], table.numpy()
 adam = sok.OptimizerWrapper(optimizers.Adam(1.0))  # has slots, which a checkpoint asks for those of every object
 tf.train.Checkpoint(table=table, dense=dense, adam=adam).write("all")
-try:
+print("RAN")
+if sys.argv[1] == "jit":
     tf.function(step, jit_compile=True)()
-except tf.errors.InvalidArgumentError:
-    print("RAN")
-    raise
+grows = sok.DynamicVariable(dimension=2)
+with tf.GradientTape() as tape:
+    loss = tf.reduce_sum(sok.lookup_sparse(grows, tf.constant([[1]])))
+optimizers.Adam(1.0).apply_gradients([(tape.gradient(loss, grows), grows)])
 """
 
 
-def test_a_loss_scale_optimizer_of_keras_2_takes_the_wrapper(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("way", "said"), [("jit", "XLA compiles no lookup"), ("plain", "another optimizer was given a dynamic variable")]
+)
+def test_a_loss_scale_optimizer_of_keras_2_takes_the_wrapper(way: str, said: str, tmp_path: Path) -> None:
     pytest.importorskip("tf_keras")
     script = tmp_path / "scaled.py"
     script.write_text(SCALED)
     added = {"TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": "-1"}
+    command = [sys.executable, "-m", "viviane", "sok", str(script), way]
     done = subprocess.run(
-        [sys.executable, "-m", "viviane", "sok", str(script)], capture_output=True, text=True, env=os.environ | added,
-        timeout=280, check=False, cwd=tmp_path,
-    )  # fmt: skip
+        command, capture_output=True, text=True, env=os.environ | added, timeout=280, check=False, cwd=tmp_path
+    )
     assert "RAN" in done.stdout, done.stderr[-3000:]
-    assert "XLA compiles no lookup" in done.stderr
+    assert said in done.stderr
+
+
+TOGETHER = """
+import sys
+from datetime import UTC, datetime
+import numpy as np, tensorflow as tf, sparse_operation_kit as sok
+import horovod.tensorflow as hvd
+hvd.init()
+sok.init()
+rng = np.random.default_rng(0)
+start = rng.normal(size=(9, 2)).astype(np.float32)
+
+def tables():
+    return [sok.Variable(start, name="all"), sok.Variable(start, mode="localized:1", name="one"),
+            *(sok.DynamicVariable(dimension=2, initializer="ones", name=f"dynamic{i}") for i in range(2))]
+
+own = tables()
+plain = [tf.Variable(rows) for rows in (start, start, np.ones((9, 2), np.float32), np.ones((9, 2), np.float32))]
+optimizer = sok.OptimizerWrapper(tf.keras.optimizers.SGD(0.03, momentum=0.9))
+theirs = tf.keras.optimizers.SGD(0.03, momentum=0.9)
+keys = tf.constant(rng.permutation(9)[:8].reshape(4, 2))
+half = keys[2 * hvd.rank():2 * hvd.rank() + 2]
+for i in range(3):
+    with tf.GradientTape() as tape:
+        loss = tf.add_n([tf.reduce_sum(row ** 2) for row in sok.lookup_sparse(own, [half] * 4, combiners=["sum"] * 4)])
+    optimizer.apply_gradients(zip(tape.gradient(loss, own), own))
+    with tf.GradientTape() as tape:
+        want = tf.add_n([tf.reduce_sum(tf.reduce_sum(tf.gather(one, keys), 1) ** 2) for one in plain])
+    theirs.apply_gradients([(tf.convert_to_tensor(g), v) for g, v in zip(tape.gradient(want, plain), plain)])
+    np.testing.assert_allclose(hvd.allreduce(loss, op=hvd.Sum), want, rtol=1e-5, atol=1e-6)
+folder = sys.argv[1]
+sok.dump(folder, own, optimizer)
+again, sure = tables(), sok.OptimizerWrapper(tf.keras.optimizers.SGD(0.03, momentum=0.9))
+sok.load(folder, again, sure)
+found = [sok.all2all_dense_embedding(one, keys) for one in again]
+np.testing.assert_allclose(found, [tf.gather(one, keys) for one in plain], rtol=1e-5, atol=1e-6)
+new, _ = sok.incremental_model_dump(own[2:], datetime(2020, 1, 1, tzinfo=UTC))
+assert [sorted(one) for one in new] == [sorted(keys.numpy().ravel())] * 2
+sok.assign(again[3], tf.constant([100 + hvd.rank()]), [[float(hvd.rank())] * 2])  # each its own key
+assert sok.all2all_dense_embedding(again[3], tf.constant([100, 101]))[:, 0].numpy().tolist() == [0.0, 1.0]
+assert hvd.allgather(tf.constant([hvd.rank()])).numpy().tolist() == [0, 1]
+print("RAN")
+"""
+
+
+def test_two_processes(tmp_path: Path) -> None:
+    """Dynamic variables were refused there, localized ones placed anywhere."""
+    script = tmp_path / "together.py"
+    script.write_text(TOGETHER)
+    added = {"TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": "-1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
+               "-m", "viviane", "sok", str(script), str(tmp_path / "tables")]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | added, timeout=280, check=False)
+    assert done.stdout.count("RAN") == 2, done.stderr[-3000:]

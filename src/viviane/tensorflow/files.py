@@ -23,7 +23,7 @@ from viviane.embedding import DynamicTableConfig, TableState
 from viviane.embedding.dynamic_content import DynamicContent
 from viviane.tensorflow.arguments import folder_of, optional
 from viviane.tensorflow.optimizer import OptimizerWrapper
-from viviane.tensorflow.processes import rank
+from viviane.tensorflow.processes import group
 from viviane.tensorflow.table_variable import table_of
 from viviane.tensorflow.tables import Table
 from viviane.tensorflow.variables import file_name, rows_of
@@ -46,19 +46,21 @@ def dump(path: str | Path, variables: Any, optimizer: OptimizerWrapper | None = 
     optional("optimizer", optimizer, OptimizerWrapper)
     folder.mkdir(parents=True, exist_ok=True)
     for variable in _listed(variables):
-        name = file_name(variable)
+        table, name = table_of(variable), file_name(variable)
         keys, rows = rows_of(variable)
-        state = {} if optimizer is None else table_of(variable).state()
-        if rank() != 0:
+        state, step = ({}, 0) if optimizer is None else (table.state(), table.num_steps)
+        if not table.is_writer:
             continue
         _write(folder / f"{name}-key", name, _KEYS, "", keys.numpy().astype("<i8"))
         _write(folder / f"{name}-weight", name, _ROWS, "", rows.numpy().astype("<f4"))
+        if optimizer is None:
+            continue
         for slot, part in state.items():
             file = folder / _state_file(name, optimizer, slot)
-            _write(file, name, _STATE, optimizer.slot_name(slot), part.numpy().astype("<f4"))  # type: ignore[union-attr]
-        if optimizer is not None:  # Adam's arithmetic needs the number of the step; SOK has no such file
-            file = folder / _state_file(name, optimizer, _STEP)
-            _write(file, name, _STATE, _STEP, np.array([table_of(variable).num_steps], "<i8"))
+            _write(file, name, _STATE, optimizer.slot_name(slot), part.numpy().astype("<f4"))
+        # Adam's arithmetic needs the number of the step; SOK has no such file.
+        _write(folder / _state_file(name, optimizer, _STEP), name, _STATE, _STEP, np.array([step], "<i8"))
+    group().gather_numbers([0])  # files are whole when the call returns, whichever process reads them
 
 
 def load(path: str | Path, variables: Any, optimizer: OptimizerWrapper | None = None) -> None:
@@ -103,10 +105,10 @@ def _read_step(file: Path, name: str, optimizer: OptimizerWrapper) -> int:
 
 def _put(table: Table, keys: Tensor, rows: Tensor, state: dict[str, Tensor], step: int) -> None:
     if isinstance(table.config, DynamicTableConfig):
-        zeros = torch.zeros_like(keys)
-        table.dynamic.import_(DynamicContent(keys, rows, zeros, zeros, state))
-        if state:
-            table.dynamic.num_steps = step
+        zeros, own = torch.zeros_like(keys), table.dynamic
+        if own is not None:
+            own.import_(DynamicContent(keys, rows, zeros, zeros, state))
+            own.num_steps = step if state else own.num_steps
         return
     count = table.config.num_rows
     if len(keys) != count or not torch.equal(keys.sort().values, torch.arange(count)):
@@ -124,7 +126,7 @@ def _slots(table: Table) -> dict[str, int | None]:
     """Return the width of each part of a table's state; None: one number a row."""
     name = table.config.name
     if isinstance(table.config, DynamicTableConfig):
-        state = dict(table.dynamic.state)
+        state = {} if table.dynamic is None else dict(table.dynamic.state)
     else:
         state = dict(table.collection.export_table(name, copy=False).state)
     return {slot: part.shape[1] if part.dim() == 2 else None for slot, part in state.items()}
@@ -134,8 +136,7 @@ def _listed(variables: Any) -> Sequence[Any]:
     return list(variables) if isinstance(variables, list | tuple) else [variables]
 
 
-def _state_file(name: str, optimizer: OptimizerWrapper | None, state: str) -> str:
-    assert optimizer is not None
+def _state_file(name: str, optimizer: OptimizerWrapper, state: str) -> str:
     kind = type(getattr(optimizer.optimizer, "inner_optimizer", optimizer.optimizer)).__name__
     return f"{name}-{kind}-{optimizer.slot_name(state)}"
 

@@ -9,12 +9,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
+from traceback import format_exception
 from types import ModuleType
 from typing import Final
 
 from viviane.core.errors import ConfigError, VivianeError
 from viviane.core.scripts import checked_script, installed_modules, missing_names_explained, run_as_main
-from viviane.embedding.external import raised_in
+from viviane.embedding.external import LostUpdateError, raised_in
+from viviane.tensorflow.host_calls import ANOTHER_OPTIMIZER
 
 _CHILD: Final = Path(__file__).parent / "child"
 
@@ -71,6 +73,17 @@ def _own_errors() -> Iterator[None]:
                 "XLA compiles no lookup: it calls the host", where="tf.function", value="jit_compile=True",
                 fix="leave jit_compile out of the step, and give it to a tf.function of the dense layers alone",
             )  # fmt: skip
+        if own is None and "partially known TensorShape" in text:
+            own = _given_to_another_optimizer(error)
         if own is None:
             raise
         raise own from None
+
+
+def _given_to_another_optimizer(error: Exception) -> VivianeError | None:
+    """Return the error of an optimizer that makes state for a dynamic variable, and needs the rows' number for it."""
+    frames = "".join(format_exception(error))
+    if "add_slot" not in frames and "add_variable_from_reference" not in frames:
+        return None
+    said = str(error).rpartition("Error: ")[2].strip()
+    return LostUpdateError("another optimizer was given a dynamic variable", value=said, fix=ANOTHER_OPTIMIZER)

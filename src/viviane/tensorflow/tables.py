@@ -19,6 +19,7 @@ from viviane.batch import Bag
 from viviane.config.optimizers import SGD, AnyOptimizer
 from viviane.core.errors import ConfigError
 from viviane.embedding import DynamicTable, DynamicTableConfig, FeatureConfig, TableCollection, TableConfig, TableState
+from viviane.embedding.dynamic_content import DynamicContent
 from viviane.embedding.external import ExternalLookups, LostUpdateError
 from viviane.parallel.automatic import make_tables
 from viviane.tensorflow.processes import group
@@ -28,11 +29,14 @@ _MOST_ENDED: Final = 1024
 _FEATURES = {"sum": "sum", "mean": "mean"}
 
 
-def _dynamic(collection: TableCollection, name: str) -> DynamicTable:
-    for part in collection.parts():
-        if name in part.tables:
-            return part.dynamic_table(name)
-    raise ConfigError("this process has no part of the variable", where=name, fix="export and dump where its rows are")
+def _dynamic(collection: TableCollection, name: str) -> DynamicTable | None:
+    return next((part.dynamic_table(name) for part in collection.parts() if name in part.tables), None)
+
+
+def gathered(keys: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the keys (N,) and rows (N, D) of all processes, one below the other; all call it together."""
+    every = group().gather(rows.reshape(-1))
+    return torch.cat(group().gather(keys)), torch.cat(every).reshape(-1, rows.shape[1])
 
 
 @dataclass
@@ -41,12 +45,12 @@ class Table:
 
     Args:
         config: its settings.
-        kind: of its plan over several processes: "row" or "table".
+        process: the one that has the table; None: all have rows of it, key k is on k mod n. A dynamic table is on one.
         seed: of initial values.
     """
 
     config: TableConfig | DynamicTableConfig
-    kind: str = "row"
+    process: int | None = None
     seed: int = 0
     rule: AnyOptimizer | None = None
     lookups: ExternalLookups = field(init=False)
@@ -67,8 +71,8 @@ class Table:
         return self.lookups.collection
 
     @property
-    def dynamic(self) -> DynamicTable:
-        """The dynamic table.
+    def dynamic(self) -> DynamicTable | None:
+        """The dynamic table; None in a process that does not have it.
 
         Raises:
             ConfigError: rows are fixed.
@@ -77,10 +81,18 @@ class Table:
             raise ConfigError("the variable is not dynamic", where=self.config.name, fix="use a DynamicVariable")
         return _dynamic(self.collection, self.config.name)
 
+    @property
+    def is_writer(self) -> bool:
+        """Whether this process writes the table's files: the one that has a dynamic table, else the first."""
+        return self.dynamic is not None if self.is_dynamic else group().rank == 0
+
     def _make(self, rule: AnyOptimizer) -> ExternalLookups:
         features = [FeatureConfig(name=name, table=self.config.name, combiner=name) for name in _FEATURES]
-        together = group()
-        plan: Any = "auto" if together.size == 1 else {self.config.name: self.kind}
+        together, name = group(), self.config.name
+        num_rows = getattr(self.config, "num_rows", together.size)
+        ranks = range(min(together.size, num_rows)) if self.process is None else [self.process]
+        entry = {"table": name, "kind": "row" if self.process is None else "table", "ranks": list(ranks)}
+        plan: Any = "auto" if together.size == 1 else {"world_size": together.size, "tables": [entry]}
         collections = make_tables(
             [self.config], features, rule.model_copy(update={"lr": None}), seed=self.seed, group=together, plan=plan
         )
@@ -93,9 +105,11 @@ class Table:
                 return
             before, name = self.collection, self.config.name
             self.lookups = self._make(rule)
-            if isinstance(self.config, DynamicTableConfig):
-                content = _dynamic(before, name).export()
-                self.dynamic.import_(type(content)(content.keys, content.weight, content.scores, content.clocks))
+            if self.is_dynamic:
+                own, new = _dynamic(before, name), self.dynamic
+                if own is not None and new is not None:
+                    content = own.export()
+                    new.import_(type(content)(content.keys, content.weight, content.scores, content.clocks))
             else:
                 self.collection.import_table(name, TableState(before.export_table(name).weight))
             self.rule = rule
@@ -201,13 +215,15 @@ class Table:
     def num_steps(self) -> int:
         """Steps of the optimizer so far."""
         if self.is_dynamic:
-            return self.dynamic.num_steps
+            return 0 if self.dynamic is None else self.dynamic.num_steps
         return self.collection.export_table(self.config.name, copy=False).step
 
     def rows(self) -> tuple[Tensor, Tensor]:
-        """Return keys (N,), rising, and rows (N, D)."""
+        """Return keys (N,), rising, and rows (N, D); of a dynamic table that another process has none."""
         if self.is_dynamic:
-            content = self.dynamic.export()
+            content = self._content()
+            if content is None:
+                return torch.zeros(0, dtype=torch.int64), torch.zeros(0, self.config.dim)
             order = torch.argsort(content.keys)
             return content.keys[order], content.weight[order].float()
         rows = self.collection.export_table(self.config.name).weight.float()
@@ -216,27 +232,50 @@ class Table:
     def state(self) -> dict[str, Tensor]:
         """Return the optimizer's state by name, in the order of `rows`."""
         if self.is_dynamic:
-            content = self.dynamic.export()
+            content = self._content()
+            if content is None:
+                return {}
             order = torch.argsort(content.keys)
             return {name: part[order].float() for name, part in content.state.items()}
         return {name: part.float() for name, part in self.collection.export_table(self.config.name).state.items()}
 
+    def _content(self) -> DynamicContent | None:
+        return None if self.dynamic is None else self.dynamic.export()
+
     def put(self, keys: Tensor, rows: Tensor) -> None:
         """Put rows (N, D) under keys (N,); keys that a dynamic table does not know are added.
+
+        Over several processes all call it together, each with keys of its own.
 
         Raises:
             ConfigError: shapes differ, or a key is not in a fixed table.
         """
+        self._put(*self._of_all(keys, rows))
+
+    def add(self, keys: Tensor, rows: Tensor) -> None:
+        """Add rows (N, D) to those of keys (N,), which may come more than once; see `put`."""
+        keys, rows = self._of_all(keys, rows)
+        own, place = torch.unique(keys, return_inverse=True)
+        before = self.read(own, torch.arange(len(own) + 1), None, "sum").float()
+        self._put(own, before.index_add(0, place, rows))
+
+    def _of_all(self, keys: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the keys and rows that all processes gave."""
         name, dim = self.config.name, self.config.dim
         if tuple(rows.shape) != (len(keys), dim):
             raise ConfigError(
                 "rows do not fit", value=tuple(rows.shape), where=f"variable {name!r}", allowed=str((len(keys), dim))
             )
+        return gathered(keys, rows)
+
+    def _put(self, keys: Tensor, rows: Tensor) -> None:
         if isinstance(self.config, DynamicTableConfig):
-            found = self.dynamic.find_or_insert(keys)
-            self.dynamic.weight[found] = rows.to(self.dynamic.weight)
+            table = self.dynamic
+            if table is not None:
+                found = table.find_or_insert(keys)
+                table.weight[found] = rows.to(table.weight)
             return
-        count = self.config.num_rows
+        name, count = self.config.name, self.config.num_rows
         if len(keys) and not 0 <= int(keys.min()) <= int(keys.max()) < count:
             raise ConfigError("no such key", where=f"variable {name!r}", value=[int(keys.min()), int(keys.max())],
                               allowed=f"0 to {count - 1}")  # fmt: skip
@@ -244,26 +283,24 @@ class Table:
         whole[keys] = rows.to(whole)
         self.collection.copy_rows(name, whole)
 
-    def add(self, keys: Tensor, rows: Tensor) -> None:
-        """Add rows (N, D) to those of keys (N,), which may come more than once."""
-        own, place = torch.unique(keys, return_inverse=True)
-        offsets = torch.arange(len(own) + 1)
-        before = self.read(own, offsets, None, "sum").float()
-        self.put(own, before.index_add(0, place, rows))
-
     # When keys were used ------------------------------------------------------------------------------------
 
     def _mark(self) -> None:
-        if isinstance(self.config, DynamicTableConfig):
+        table = self.dynamic if self.is_dynamic else None
+        if table is not None:
             now = time.time()
             if not self._times or now - self._times[-1][0] > 0.001:
-                self._times.append((now, self.dynamic.clock))
+                self._times.append((now, table.clock))
             else:
-                self._times[-1] = (self._times[-1][0], self.dynamic.clock)
+                self._times[-1] = (self._times[-1][0], table.clock)
             if len(self._times) > 1 << 16:  # a coarser log of the past
                 self._times = [*self._times[: 1 << 15 : 2], *self._times[1 << 15 :]]
 
-    def clock_at(self, moment: float) -> int:
-        """Return the table's clock at a time, in seconds since 1970: keys with a later one were used after it."""
+    def rows_since(self, moment: float) -> tuple[Tensor, Tensor]:
+        """Return the keys (N,) that training used after a time, in seconds since 1970, and their rows (N, D)."""
         at = bisect_right(self._times, (moment, 2**63))
-        return 0 if at == 0 else self._times[at - 1][1]
+        table = self.dynamic
+        if table is None:
+            return torch.zeros(0, dtype=torch.int64), torch.zeros(0, self.config.dim)
+        content = table.export(since=0 if at == 0 else self._times[at - 1][1])
+        return content.keys, content.weight.float()

@@ -29,10 +29,10 @@ from viviane.tensorflow.arguments import float_rows, listed, number, optional, t
 from viviane.tensorflow.host_calls import tensorflow
 from viviane.tensorflow.processes import size
 from viviane.tensorflow.table_variable import check_moved, has_table, table_of, variable_class
-from viviane.tensorflow.tables import Table
+from viviane.tensorflow.tables import Table, gathered
 
 _log = get_logger("tensorflow")
-_static, _dynamic = itertools.count(), itertools.count()
+_static, _dynamic, _placed = itertools.count(), itertools.count(), itertools.count()
 _MEMORY_OPTIONS: Final = (
     "max_hbm_for_vectors", "max_load_factor", "max_bucket_size", "block_size", "device_id", "io_by_cpu",
 )  # fmt: skip
@@ -75,14 +75,15 @@ class LocalizedVariable(metaclass=_ByTable):
     holds = staticmethod(lambda one: not table_of(one).is_dynamic and one.target_gpu >= 0)
 
 
-def _kind(mode: str | None) -> str:
+def _process(mode: str | None) -> int | None:
+    """Return the process that has a table; None: all have a part of it."""
     optional("mode", mode, str)
     if mode in (None, "distributed"):
-        return "row"
+        return None
     if isinstance(mode, str) and mode.startswith("localized:") and mode[10:].isdigit():
         if int(mode[10:]) >= size():
             raise ConfigError("no such process", where="mode", value=mode, allowed=f"localized:0 to {size() - 1}")
-        return "table"
+        return int(mode[10:])
     raise ConfigError("no such mode", value=mode, allowed="'distributed', 'localized:<process>'")
 
 
@@ -134,7 +135,7 @@ def Variable(  # noqa: N802 - SOK's name
     name = name or f"sok_static_Variable_{next(_static)}"
     table = Table(
         TableConfig(name=name, num_rows=rows.shape[0], dim=rows.shape[1], dtype=_ROWS[kind], init="zero"),
-        _kind(mode), seed,
+        _process(mode), seed,
     )  # fmt: skip
     table.collection.copy_rows(name, torch.from_numpy(rows.copy()))
     return _wrap(table, trainable, mode)
@@ -189,7 +190,10 @@ def _dynamic_variable(
         name=name, dim=dimension, init=_law(initializer, kind), absent="initial", **_options(kind, options, name)
     )
     own = tensorflow().as_dtype("int64" if key_type is None else key_type)
-    return _wrap(Table(config, _kind(mode), seed), trainable, mode, own)
+    process = _process(mode)
+    if process is None:  # the next one: tables are made in one order in all processes
+        process = next(_placed) % size()
+    return _wrap(Table(config, process, seed), trainable, mode, own)
 
 
 class DynamicVariable(metaclass=_ByTable):
@@ -350,9 +354,9 @@ def incremental_model_dump(
     keys, rows = [], []
     for variable, moment in zip(given, times, strict=True):
         table = table_of(variable)
-        content = table.dynamic.export(since=table.clock_at(_seconds(moment)))
-        keys.append(content.keys.numpy())
-        rows.append(content.weight.float().numpy())
+        new_keys, new_rows = gathered(*table.rows_since(_seconds(moment)))
+        keys.append(new_keys.numpy())
+        rows.append(new_rows.numpy())
     return keys, rows
 
 
