@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
-from functools import cache, lru_cache
+from functools import cache, partial
 from typing import Any, Final
 from weakref import WeakValueDictionary
 
@@ -17,8 +17,9 @@ from torch import Tensor
 
 from viviane.core.errors import ConfigError
 from viviane.core.optional import require
-from viviane.embedding.external import ExternalLookups, checked_rate, tensor_at
+from viviane.embedding.external import ExternalLookups, checked_rate
 from viviane.embedding.whole_keys import keys_of_32_bits, whole_keys
+from viviane.keras.ffi_memory import DeviceMemory, HostMemory, Memory
 
 READ: Final = 0
 BEGIN: Final = 1
@@ -37,14 +38,8 @@ _KINDS: Final = 5
 _ARGUMENT_BYTES: Final = 40  # of XLA_FFI_Args and XLA_FFI_Rets
 _WORDS: Final = 64
 _BUFFER: Final = 5  # words of a buffer in the list: address, type, rank, the first two dimensions
-_TYPES: Final = {
-    4: torch.int32, 5: torch.int64, 8: torch.uint32, 9: torch.uint64, 10: torch.float16, 11: torch.float32,
-    12: torch.float64, 16: torch.bfloat16,
-}  # fmt: skip
 _EXTENSION_METADATA: Final = 1
-_MOST_TENSORS: Final = 256
 _Words = ctypes.c_int64 * _WORDS
-_Int, _Float = ctypes.c_int32, ctypes.c_float
 _FAILED: Final = 13  # XLA_FFI_Error_Code_INTERNAL
 
 _served: WeakValueDictionary[int, ExternalLookups] = WeakValueDictionary()
@@ -89,56 +84,55 @@ def _check(tensors: Sequence[Tensor], number: int) -> None:
 # The call in Python ------------------------------------------------------------------------------------------
 
 
-def _serve(frame: int, address: int) -> int:
+def _serve(memory: Memory, frame: int, address: int) -> int:
     """Serve a call; returns 0, or XLA's error."""
     try:
-        words = _Words.from_address(address)
-        num_inputs = words[1]
-        if num_inputs < 0:
-            raise ConfigError("XLA lays calls out in another way", fix="install the jax that viviane[jax] allows")
-        number, kind = divmod(words[0], _KINDS)
-        listed = words[3 : 3 + (num_inputs + words[2]) * _BUFFER]
-        if kind == END:
-            _end(lookups_of(number), listed)
-            return 0
-        tensors = [_tensor(*listed[i : i + _BUFFER]) for i in range(0, len(listed), _BUFFER)]
-        if kind == CHECK:
-            _check(tensors, number)
-            return 0
-        lookups = lookups_of(number)
-        assert lookups.columns is not None
-        inputs = tensors[1:num_inputs]  # the first is the anchor
-        if kind == BEGIN:
-            inputs = [one.clone() for one in inputs]  # the update reads them, when XLA has used the memory again
-        if kind == REFUSE:
-            raise lookups.undifferentiated()
-        batch = lookups.columns.batch(*inputs)
-        out = tensors[num_inputs]
-        if kind == READ:
-            out.copy_(lookups.read(batch))
-            return 0
-        found, flat = lookups.begin(batch)
-        out.copy_(flat)
-        _Int.from_address(listed[(num_inputs + 1) * _BUFFER]).value = found
+        with memory.work(frame):
+            _answer(memory, address)
         return 0
     except BaseException as error:
         return _error(frame, f"{type(error).__name__}: {error}")
 
 
-def _end(lookups: ExternalLookups, listed: Sequence[int]) -> None:
+def _answer(memory: Memory, address: int) -> None:
+    words = _Words.from_address(address)
+    num_inputs = words[1]
+    if num_inputs < 0:
+        raise ConfigError("XLA lays calls out in another way", fix="install the jax that viviane[jax] allows")
+    number, kind = divmod(words[0], _KINDS)
+    listed = words[3 : 3 + (num_inputs + words[2]) * _BUFFER]
+    if kind == END:
+        _end(memory, lookups_of(number), listed)
+        return
+    tensors = [memory.tensor(*listed[i : i + _BUFFER]) for i in range(0, len(listed), _BUFFER)]
+    if kind == CHECK:
+        _check(tensors, number)
+        return
+    lookups = lookups_of(number)
+    assert lookups.columns is not None
+    inputs = tensors[1:num_inputs]  # the first is the anchor
+    if kind == BEGIN:
+        inputs = [one.clone() for one in inputs]  # the update reads them, when XLA has used the memory again
+    if kind == REFUSE:
+        raise lookups.undifferentiated()
+    batch = lookups.columns.batch(*inputs)
+    out = tensors[num_inputs]
+    if kind == READ:
+        out.copy_(lookups.read(batch))
+        return
+    found, flat = lookups.begin(batch)
+    out.copy_(flat)
+    memory.put_integer(listed[(num_inputs + 1) * _BUFFER], found)
+
+
+def _end(memory: Memory, lookups: ExternalLookups, listed: Sequence[int]) -> None:
     """Bring the gradient of a lookup: given its number, the gradient, the rate and the loss scale, return a zero."""
     waiting, rate, token, zero = listed[0], *listed[2 * _BUFFER :: _BUFFER]
-    scale = _Float.from_address(token).value
-    own = checked_rate(_Float.from_address(rate).value, lookups.where)
-    gradient = _tensor(*listed[_BUFFER : 2 * _BUFFER])
-    lookups.end(_Int.from_address(waiting).value, gradient, own, 1.0 / scale if scale else 1.0)
-    _Float.from_address(zero).value = 0.0
-
-
-@lru_cache(_MOST_TENSORS)
-def _tensor(address: int, kind: int, rank: int, rows: int, columns: int) -> Tensor:
-    """Return a buffer as a tensor, to be used during calls alone; XLA uses the same memory over and over."""
-    return tensor_at(address, _TYPES[kind], (rows, columns)[:rank])
+    scale = memory.real(token)
+    own = checked_rate(memory.real(rate), lookups.where)
+    gradient = memory.tensor(*listed[_BUFFER : 2 * _BUFFER])
+    lookups.end(memory.integer(waiting), gradient, own, 1.0 / scale if scale else 1.0)
+    memory.put_real(zero, 0.0)
 
 
 class _ErrorArguments(ctypes.Structure):
@@ -162,13 +156,40 @@ def _error(frame: int, message: str) -> int:
 # The handler -------------------------------------------------------------------------------------------------
 
 
+def table_device() -> str:
+    """Return the device on which JAX computes, as torch names it: the tables are there.
+
+    Raises:
+        ConfigError: JAX computes on something else than a CPU or an NVIDIA GPU, or on a GPU that torch does not see.
+    """
+    jax = require("jax", extra="jax", purpose="Keras on JAX")
+    with jax.ensure_compile_time_eval():  # the default may be one of several
+        [device] = jax.numpy.zeros(()).devices()
+    if device.platform == "cpu":
+        return "cpu"
+    cpu = "set JAX_PLATFORMS=cpu before JAX is imported"
+    if device.platform != "gpu" or "rocm" in str(device.client.platform_version).lower():
+        raise ConfigError("no tables on this platform of JAX", value=device.platform, allowed="cpu, cuda", fix=cpu)
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            "JAX computes on a GPU, and torch, which holds the tables, sees none", value=f"torch {torch.__version__}",
+            fix=f"install torch's build for CUDA, or {cpu}",
+        )  # fmt: skip
+    return f"cuda:{device.local_hardware_id}"
+
+
 @cache
 def _register_handler() -> Any:
     """Compile the handler and make it known to JAX, once."""
     jax = require("jax", extra="jax", purpose="Keras on JAX")
-    serve = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)(_serve)
+    device = torch.device(table_device())
+    memory: Memory = HostMemory() if device.type == "cpu" else DeviceMemory(device)
+    platform = "cpu" if device.type == "cpu" else "CUDA"
+    serve = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)(partial(_serve, memory))
     handler = _compile(serve)
-    jax.ffi.register_ffi_target("viviane_tables", jax.ffi.pycapsule(ctypes.c_void_p(handler.address)), platform="cpu")
+    jax.ffi.register_ffi_target(
+        "viviane_tables", jax.ffi.pycapsule(ctypes.c_void_p(handler.address)), platform=platform
+    )
     return serve, handler  # kept for the life of the process
 
 

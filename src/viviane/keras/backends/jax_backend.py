@@ -1,4 +1,4 @@
-"""Keras on JAX: custom derivatives around calls of a host handler from compiled code.
+"""Keras on JAX: custom derivatives around calls of a handler from compiled code.
 
 Shapes: B rows of the batch, K keys of a row, W columns of the output.
 """
@@ -17,6 +17,7 @@ from viviane.core.errors import ConfigError
 from viviane.core.optional import require
 from viviane.embedding.whole_keys import array_keys, keys_of_32_bits
 from viviane.keras.ffi import BEGIN, CHECK, END, READ, REFUSE, WIDE, call_number, lookups_of, place_number, register
+from viviane.keras.ffi import table_device as device_of_jax
 
 
 def _jax() -> Any:
@@ -24,14 +25,8 @@ def _jax() -> Any:
 
 
 def table_device(weight: Any) -> str:
-    """Return the device of the tables: the handler is called with host memory."""
-    platform = _jax().default_backend()
-    if platform != "cpu":
-        raise ConfigError(
-            "on JAX the layers work on the CPU", value=platform, allowed="cpu",
-            fix="set JAX_PLATFORMS=cpu, train with viviane.keras.fit(model, data), or take the torch backend",
-        )  # fmt: skip
-    return "cpu"
+    """Return the device of the tables: that on which JAX computes, whose memory the handler is given."""
+    return device_of_jax()
 
 
 def eagerly() -> AbstractContextManager[Any]:
@@ -132,7 +127,8 @@ def _primitive() -> Any:
 
     primitive.def_impl(eager)
     primitive.def_abstract_eval(shapes)
-    mlir.register_lowering(primitive, lower, platform="cpu")
+    for platform in ("cpu", "cuda"):
+        mlir.register_lowering(primitive, lower, platform=platform)
     return primitive
 
 
