@@ -174,7 +174,7 @@ def ways_through_graphs():
             model, layer, data = _graph(variant)
             options = {"batch_size": SIZE, "shuffle": False, "verbose": 0}
             history = train(model, data, LABELS[: 3 * SIZE], **options)
-            rows = [layer.collection.export_table(name).weight.numpy() for name in _WIDTHS]
+            rows = [layer.collection.export_table(name).weight.cpu().numpy() for name in _WIDTHS]
             found.append([np.array(history.history["loss"]), *rows])
         out[variant] = max(float(np.abs(one - other).max()) for one, other in zip(*found, strict=True))
     raised = {}

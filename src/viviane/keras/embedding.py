@@ -129,7 +129,7 @@ class OneTable(TableLayer):
                 value="layer.embeddings", fix="look keys up: layer(keys), with all keys for all rows",
             )  # fmt: skip
         rows = self.collection.export_table(self._name, copy=False).weight
-        return rows if keras.backend.backend() == "torch" else keras.ops.convert_to_tensor(rows.float().numpy())
+        return rows if keras.backend.backend() == "torch" else keras.ops.convert_to_tensor(rows.float().cpu().numpy())
 
     def get_weights(self) -> list[np.ndarray[Any, Any]]:
         """Return the rows (V, D), as `keras.layers.Embedding` does."""

@@ -115,7 +115,7 @@ class TableLayer(keras.layers.Layer):
                 raise ConfigError("the layer has no tables before it is built", where=self.where, fix="call build()")
             tables, features = self._settings
             device = table_device(self.anchor)
-            with backend_of().eagerly():
+            with backend_of().eagerly(device):
                 collection = make_tables(
                     self._with_rule(tables), features, self.rule.settings, device=device, seed=self.seed,
                     group=join_processes("cpu"), plan="auto" if self.plan is None else self.plan, name=self.name,

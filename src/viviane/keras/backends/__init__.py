@@ -36,8 +36,8 @@ class Backend(Protocol):
     def is_traced(self, anchor: Any) -> bool:
         """Whether a model is computing, for its compiled step or its gradients, given a variable of a layer."""
 
-    def eagerly(self) -> AbstractContextManager[Any]:
-        """Compute at once for a block, even where the framework is tracing."""
+    def eagerly(self, device: str) -> AbstractContextManager[Any]:
+        """Compute at once for a block, even where the framework is tracing, on the device of the tables."""
 
     def table_device(self, weight: Any) -> str:
         """Return the device of the tables of a layer, given a weight of it."""

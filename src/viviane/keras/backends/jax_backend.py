@@ -29,7 +29,7 @@ def table_device(weight: Any) -> str:
     return device_of_jax()
 
 
-def eagerly() -> AbstractContextManager[Any]:
+def eagerly(device: str) -> AbstractContextManager[Any]:
     """Compute at once for a block, even where JAX is tracing."""
     return _jax().ensure_compile_time_eval()  # type: ignore[no-any-return]
 

@@ -30,7 +30,7 @@ def table_device(weight: Any) -> str:
     return "cpu"
 
 
-def eagerly() -> AbstractContextManager[Any]:
+def eagerly(device: str) -> AbstractContextManager[Any]:
     """Leave the graph that is traced for a block."""
     return _tensorflow().init_scope()  # type: ignore[no-any-return]
 

@@ -25,9 +25,12 @@ def table_device(weight: Any) -> str:
     return str(weight.value.device)
 
 
-def eagerly() -> AbstractContextManager[Any]:
-    """Compute on the CPU for a block, even where Keras traces on the device "meta"."""
-    return keras.device("cpu")  # type: ignore[no-any-return]
+def eagerly(device: str) -> AbstractContextManager[Any]:
+    """Compute on a device for a block, even where Keras traces on the device "meta".
+
+    On the device of the tables a seed draws the rows of the stock layer.
+    """
+    return keras.device(device)  # type: ignore[no-any-return]
 
 
 def joined_keys(parts: Sequence[Any], lengths: Sequence[int | None]) -> Tensor | None:
