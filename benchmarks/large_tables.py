@@ -9,13 +9,16 @@ Both run in a control group, so that the page cache of their files counts as mem
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import mmap
 import os
 import re
 import shutil
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +29,7 @@ from record import ROOT, record
 
 BENCH = "large_tables"
 PIECE, PAGE = 8 << 20, 4096
+PASSES = 5
 ROW_BYTES = 530
 """Of a row of the pass switches in memory: 64 numbers, their state, and what is noted of a slot."""
 
@@ -33,60 +37,89 @@ ROW_BYTES = 530
 # Pass switches ------------------------------------------------------------------------------------------------
 
 
-def sequential(folder: Path, size: int) -> tuple[float, float]:
-    """Write and read a file once, in bytes a second, the write with fsync, the read after its pages were dropped."""
-    data = np.random.default_rng(0).integers(0, 255, PIECE, np.uint8).tobytes()
-    file = os.open(folder / "sequential", os.O_RDWR | os.O_CREAT)
-    start = time.perf_counter()
-    for place in range(0, size, PIECE):
-        os.pwrite(file, data, place)
-    os.fsync(file)
-    written = size / (time.perf_counter() - start)
-    os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
-    start = time.perf_counter()
-    for place in range(0, size, PIECE):
-        os.pread(file, PIECE, place)
-    read = size / (time.perf_counter() - start)
-    os.close(file)
-    (folder / "sequential").unlink()
-    return written, read
+class Disk:
+    """A file of the disk's own, written once: it has its place there, as the rows of tables have.
+
+    Args:
+        folder: of the file.
+        size: of the file in bytes.
+    """
+
+    def __init__(self, folder: Path, size: int) -> None:
+        self._path, self._size = folder / "sequential", size
+        self._data = mmap.mmap(-1, PIECE)
+        self._data.write(np.random.default_rng(0).integers(0, 255, PIECE, np.uint8).tobytes())
+        self._file = os.open(self._path, os.O_RDWR | os.O_CREAT)
+        self._through(os.pwritev, self._file)
+
+    def rates(self) -> tuple[float, float]:
+        """Write the file in place and read it, in bytes a second, the write with fsync.
+
+        Both go past the page cache, which may keep pages that it was asked to drop, and give more than the disk has.
+        """
+        file = os.open(self._path, os.O_RDWR | os.O_DIRECT)
+        found = self._size / self._through(os.pwritev, file), self._size / self._through(os.preadv, file)
+        os.close(file)
+        return found
+
+    def _through(self, function: Callable[[int, list[mmap.mmap], int], int], file: int) -> float:
+        start = time.perf_counter()
+        for place in range(0, self._size, PIECE):
+            function(file, [self._data], place)
+        os.fsync(file)
+        return time.perf_counter() - start
 
 
-def switches(folder: Path, rows: int, share: float, count: int) -> None:
+def sync_rows() -> None:
+    """Return when what was written to the rows of tables is on the disk: an fsync, as the sequential file has."""
+    for one in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            if "rows.bin" in str(one.readlink()):
+                os.fsync(int(one.name))
+
+
+def switches(folder: Path, rows: int, share: float, known: bool) -> None:
     """Print, as JSON, seconds and bytes of pass switches and the disk's rates, in turn."""
     import torch
 
     from viviane.config import AdaGrad
     from viviane.embedding import EmbeddingCollection, FeatureConfig, TableConfig
     from viviane.embedding.cache_sizes import CacheSettings, slot_bytes
-    from viviane.training.passes import begin_pass, tiered_storages
+    from viviane.training.passes import PassPlan, begin_pass, tiered_storages
 
     table = TableConfig(name="item", num_rows=rows, dim=64, init="zero")
     room = int(rows * share * 1.05) + 1000
     cache = CacheSettings(tables={"item": room * slot_bytes(table, AdaGrad())}, folder=folder)
     emb = EmbeddingCollection([table], [FeatureConfig(name="item", table="item")], AdaGrad(), cache=cache)
     [storage] = tiered_storages(emb)
-    random, found, before = np.random.default_rng(1), [], np.zeros(0, np.int64)
+    random = np.random.default_rng(1)
     row_bytes = storage.layouts["item"].row_bytes
     zeros = np.zeros((1 << 16, row_bytes), np.uint8)
     for first in range(0, rows, len(zeros)):  # all rows are on disk
         storage.write_rows("item", first, zeros[: min(len(zeros), rows - first)])
-    os.sync()
-    for _ in range(count):
-        keys = np.flatnonzero(random.random(rows) < share)
-        disk = sequential(folder, 1 << 30)
+    sync_rows()
+    sets = [np.flatnonzero(random.random(rows) < share) for _ in range(PASSES)]
+    plan = PassPlan(emb, [{"item": keys} for keys in sets])
+    plan.prepare(0)
+    disk = Disk(folder, 1 << 29)
+    found, before = [], np.zeros(0, np.int64)
+    first_kept = PASSES if known else 2  # in the first epoch rows stand in the order of their ids
+    for number in range(first_kept + PASSES - 1):
+        keys, is_kept = sets[number % PASSES], number >= first_kept
+        rates = [disk.rates()] if is_kept else []
         start = time.perf_counter()
-        moved = begin_pass(emb, {"item": keys})
-        os.sync()  # what was written is on the disk, as the file of the sequential rate is
+        moved = plan.begin(number % PASSES) if known else begin_pass(emb, {"item": keys})
+        sync_rows()
         seconds = time.perf_counter() - start
         # Of the rows that one pass has and the other has not, some are in memory still.
         pages = [
             PAGE * len(np.unique(random.choice(own, min(count, len(own)), replace=False) * row_bytes // PAGE))
             for own, count in ((np.setdiff1d(keys, before), moved.read), (np.setdiff1d(before, keys), moved.written))
         ]
-        found.append(
-            {"read": moved.read, "written": moved.written, "pages": pages, "seconds": seconds, "disk": disk}
-        )  # fmt: skip
+        if number >= first_kept:
+            found.append(
+                {"read": moved.read, "written": moved.written, "pages": pages, "seconds": seconds, "disk": rates}
+            )
         before = keys
         for part in np.array_split(keys, -(-len(keys) // 65_536)):  # a step on every row: all are dirty
             emb({"item": torch.from_numpy(part)}).flat.sum().backward()
@@ -94,32 +127,39 @@ def switches(folder: Path, rows: int, share: float, count: int) -> None:
     print(json.dumps({"row_bytes": row_bytes, "switches": found}))
 
 
-def measure_switches(folder: Path, rows: int, limit: int, count: int) -> None:
-    """Record the share of the disk's sequential rate that switches reach."""
-    for share in (0.1, 0.25, 0.5):
-        words = [sys.executable, __file__, "--worker", str(folder), str(rows), str(share), str(count)]
-        own = limit + int(rows * share * ROW_BYTES)  # the rows of a pass are in memory, beside the page cache
-        done = run_limited(words, own, timeout_s=900)
-        if done.code:
-            sys.exit(done.output)
-        result = json.loads(done.output.splitlines()[-1])
-        shares, rates, of_pages = [], [], []
-        for one in result["switches"][1:]:  # the first one writes nothing
-            written, read = one["disk"]
-            moved = result["row_bytes"] * (one["read"] + one["written"])
-            floor = result["row_bytes"] * (one["read"] / read + one["written"] / written)
-            shares.append(100 * floor / one["seconds"])
-            pages_read, pages_written = one["pages"]
-            of_pages.append(100 * (pages_read / read + pages_written / written) / one["seconds"])
-            rates.append(moved / one["seconds"] / 1e9)
-        shape = {"rows": rows, "row_bytes": result["row_bytes"], "share": share, "memory": own}
-        common: dict[str, Any] = {"bench": BENCH, "case": f"pass of {share:.0%} of the rows", "better": "higher"}
-        record(**common, metric="of the disk's sequential rate, by rows", value=float(np.median(shares)), unit="%",
-               spread=(min(shares), max(shares)), shape=shape)  # fmt: skip
-        # A disk moves whole pages: no order of reads and writes is faster than those that hold the rows.
+def measure_switches(folder: Path, rows: int, limit: int, share: float, known: bool) -> None:
+    """Record the share of the disk's sequential rate that switches reach.
+
+    It is the time in which the disk would read, and then write with fsync, the bytes that a switch has to move, by the
+    rates of the same run, over the time of the switch with its fsync.
+    """
+    words = [sys.executable, __file__, "--worker", str(folder), str(rows), str(share), str(int(known))]
+    own = limit + int(rows * share * ROW_BYTES)  # the rows of a pass are in memory, beside the page cache
+    done = run_limited(words, own, timeout_s=900)
+    if done.code:
+        sys.exit(done.output)
+    result = json.loads(done.output.splitlines()[-1])
+    shares, rates, of_pages = [], [], []
+    for one in result["switches"]:
+        written, read = one["disk"]
+        moved = result["row_bytes"] * (one["read"] + one["written"])
+        floor = result["row_bytes"] * (one["read"] / read + one["written"] / written)
+        shares.append(100 * floor / one["seconds"])
+        pages_read, pages_written = one["pages"]
+        of_pages.append(100 * (pages_read / read + pages_written / written) / one["seconds"])
+        rates.append(moved / one["seconds"] / 1e9)
+        disk = f"disk {written / 1e9:.2f} GB/s written, {read / 1e9:.2f} read"
+        print(f"{one['seconds']:.2f} s, {disk}: {shares[-1]:.1f} %, by pages {of_pages[-1]:.1f} %")
+    shape = {"rows": rows, "row_bytes": result["row_bytes"], "share": share, "memory": own}
+    case = f"pass of {share:.0%} of the rows, " + ("passes known ahead" if known else "one pass known")
+    common: dict[str, Any] = {"bench": BENCH, "case": case, "better": "higher", "shape": shape}
+    record(**common, metric="of the disk's sequential rate, by rows", value=float(np.median(shares)), unit="%",
+           spread=(min(shares), max(shares)), goal=70.0 if known else None)  # fmt: skip
+    if not known:
+        # A disk moves whole pages: where rows keep their places, no order is faster than those that hold the rows.
         record(**common, metric="of the disk's sequential rate, by pages that hold the rows", unit="%", goal=70.0,
-               value=float(np.median(of_pages)), spread=(min(of_pages), max(of_pages)), shape=shape)  # fmt: skip
-        record(**common, metric="pass switch", value=float(np.median(rates)), unit="GB/s", shape=shape)
+               value=float(np.median(of_pages)), spread=(min(of_pages), max(of_pages)))  # fmt: skip
+    record(**common, metric="pass switch", value=float(np.median(rates)), unit="GB/s")
 
 
 # A whole run --------------------------------------------------------------------------------------------------
@@ -180,7 +220,7 @@ def _record_stage(name: str, done: Limited, shape: dict[str, Any]) -> None:
 def main() -> None:
     """Measure and record."""
     if sys.argv[1:2] == ["--worker"]:
-        switches(Path(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4]), int(sys.argv[5]))
+        switches(Path(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4]), sys.argv[5] == "1")
         return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", action="store_true", help="a whole run instead of pass switches")
@@ -188,6 +228,7 @@ def main() -> None:
     parser.add_argument("--gigabytes", type=float, default=20.0, help="of tables with optimizer state")
     parser.add_argument("--memory-gib", type=float, default=4.0)
     parser.add_argument("--rows", type=int, default=400_000, help="of data")
+    parser.add_argument("--shares", type=float, nargs="+", default=[0.1, 0.25, 0.5], help="of the rows, in a pass")
     parser.add_argument("--small", action="store_true", help="small sizes, to try it")
     given = parser.parse_args()
     if not can_limit():
@@ -199,7 +240,9 @@ def main() -> None:
             whole_run(folder, 0.05 if given.small else given.gigabytes, limit, 20_000 if given.small else given.rows)
         else:
             rows = 100_000 if given.small else 6_000_000
-            measure_switches(folder, rows, 2**30 if not given.small else limit, 3 if given.small else 5)
+            for share in given.shares:
+                for known in (True, False):
+                    measure_switches(folder, rows, 2**30 if not given.small else limit, share, known)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

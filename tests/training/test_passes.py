@@ -11,15 +11,20 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from test_tables_in_tiers import MEMORY, ROW, SCHEMA, comparable, files_of, make_model, make_rows, tiered
 
 from viviane.config import SGD, AdaGrad, Adam
 from viviane.core.errors import CheckpointError, ConfigError, DataError, SchemaError, StoreError
 from viviane.data import DataPass, DataPasses, Dataset, NegativeDataset, Negatives, write_dataset, write_key_sets
 from viviane.data.key_sets import KEY_SETS_FILE, collect_key_sets, read_key_sets
+from viviane.embedding import EmbeddingCollection, FeatureConfig, TableConfig
+from viviane.embedding.cache_sizes import CacheSettings
 from viviane.schema import Schema
+from viviane.store import file_sweep, pass_stream
 from viviane.store.slots import CacheFullError
 from viviane.training import Callback
+from viviane.training.passes import PassPlan
 
 ROOM = {"user": 300 * ROW, "item": 330 * ROW}
 
@@ -48,13 +53,46 @@ def fit(parts: Path, run: Path, *, resume: bool = False, optimizer: Any = None, 
     return model, history
 
 
+@pytest.mark.parametrize("swept", [False, True], ids=["row by row", "swept"])
 @pytest.mark.parametrize("optimizer", [SGD(), AdaGrad(), Adam()], ids=["sgd", "adagrad", "adam"])
-def test_passes_give_the_bits_of_tables_in_memory(parts: Path, tmp_path: Path, optimizer: Any) -> None:
+def test_passes_give_the_bits_of_tables_in_memory(
+    parts: Path, tmp_path: Path, optimizer: Any, swept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if swept:
+        monkeypatch.setattr(file_sweep, "BLOCK_BYTES", 1)
+        monkeypatch.setattr(file_sweep, "SMALLEST_BYTES", 0)
+        monkeypatch.setattr(file_sweep, "PAGES_WORTH_A_SWEEP", 0.0)
     _, expected = fit(parts, tmp_path / "memory", optimizer=optimizer)
     model, history = fit(parts, tmp_path / "passes", optimizer=optimizer, embedding_memory=ROOM)
     assert tiered(model)
     assert comparable(history) == comparable(expected)
     assert files_of(tmp_path / "passes") == files_of(tmp_path / "memory")
+
+
+def test_a_plan_begins_passes_of_a_loop_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(file_sweep, "BLOCK_BYTES", 1)
+    monkeypatch.setattr(file_sweep, "SMALLEST_BYTES", 0)
+    tables = [TableConfig(name="item", num_rows=900, dim=4)]
+    features = [FeatureConfig(name="item", table="item")]
+    truth = EmbeddingCollection(tables, features, Adam())
+    cache = CacheSettings(tables={"item": 330 * ROW})
+    tiered_one = EmbeddingCollection(tables, features, Adam(), cache=cache)
+    sets = [np.random.default_rng(one).choice(900, 300, replace=False) for one in range(4)]
+    asked, moved, stream = [], [], pass_stream.stream
+    monkeypatch.setattr(pass_stream, "stream", lambda *given: moved.append(stream(*given)) or moved[-1])
+    plan = PassPlan(tiered_one, [lambda one=one: asked.append(one) or {"item": sets[one]} for one in range(4)])
+    for number in [0, 1, 2, 3, 0, 1, 3, 2, 0]:  # another order than expected changes no bit
+        plan.begin(number)
+        for emb in (truth, tiered_one):
+            emb({"item": torch.from_numpy(sets[number])}).flat.square().sum().backward()
+            emb.step(lr=0.1)
+    assert sorted(asked) == [0, 1, 2, 3]
+    assert np.array(moved).sum(0).all()  # rows of later passes were written and read
+    wanted, found = (emb.export_table("item") for emb in (truth, tiered_one))
+    assert (wanted.weight == found.weight).all()
+    assert all((wanted.state[name] == found.state[name]).all() for name in wanted.state)
+    with pytest.raises(ConfigError, match="a plan needs passes"):
+        PassPlan(tiered_one, [])
 
 
 @pytest.mark.parametrize("stop", [13, 24])

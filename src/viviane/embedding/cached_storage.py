@@ -187,10 +187,13 @@ class CachedStorage(Storage):
             return LocatedRows(places, aside=aside)
         return LocatedRows(slots, lease)
 
-    def begin_pass(self, keys: Mapping[str, NDArray[np.int64]]) -> PassMove:
+    def begin_pass(
+        self, keys: Mapping[str, NDArray[np.int64]], later: Sequence[Mapping[str, NDArray[np.uint8]]] = ()
+    ) -> PassMove:
         """Give the rows of a pass slots: write changed rows that leave, then read those that are missing, by address.
 
-        Rows that both passes need stay where they are. A row that no pass names is fetched when a batch has it.
+        Rows that both passes need stay where they are. A row that no pass names is fetched when a batch has it. Those
+        that a later pass needs are written beside each other.
         """
         self.finish_moves()
         for name, own in keys.items():
@@ -206,7 +209,8 @@ class CachedStorage(Storage):
         guard = min(self._live, default=self._clock)
         moved = PassMove()
         for name, own in keys.items():
-            moved += self.cache.load(own + self.regions[name].first_row, self._clock, guard)
+            follow = [one[name] for one in later]
+            moved += self.cache.load(own + self.regions[name].first_row, self._clock, guard, follow)
         return moved
 
     def copies(self, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -250,7 +254,9 @@ class CachedStorage(Storage):
         state = {one: getattr(self, f"{one}_{index}") for one in initial_state(segment.optimizer)}
         columns = {"weight": self.weight[segment.start : segment.stop], **state}
         tables = [
-            TableRows(self.regions[name], self._below[name].fetch, self._below[name].put) for name in segment.tables
+            TableRows(self.regions[name], below.fetch, below.put, below.exchange)
+            for name in segment.tables
+            for below in (self._below[name],)
         ]
         return SlotGroup(self.layouts[segment.tables[0]], columns, segment.start, tuple(tables))
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from viviane.embedding.row_lease import Admitted, RowLease
-from viviane.embedding.row_moves import PIECE_ROWS, SlotGroup
+from viviane.embedding.row_moves import PIECE_ROWS, RowSets, SlotGroup
 from viviane.embedding.slot_cache import PassMove
 from viviane.ops.slot_table import ALWAYS_USED, HostRows, RowColumn, SlotPlan, SlotRange, SlotTable
 from viviane.store import ArrayTier, TierStats
@@ -97,7 +97,7 @@ class DeviceSlotCache:
         self._moves = [*self._moves[-1:], moved]
         return planned, moved
 
-    def load(self, rows: NDArray[np.int64], stamp: int, guard: int) -> PassMove:
+    def load(self, rows: NDArray[np.int64], stamp: int, guard: int, later: RowSets = ()) -> PassMove:
         """Give rows slots and wait for them; see `SlotCache`."""
         before = self._counted()
         for low in range(0, len(rows), _LOADED_ROWS):

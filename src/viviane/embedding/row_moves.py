@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -12,11 +12,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from viviane.store import RowLayout
+from viviane.store.file_sweep import Exchange
+from viviane.store.row_kernels import ColumnMemory
 from viviane.store.row_mover import RowMover
 from viviane.store.slots import Admission, Region
 
 PIECE_ROWS: Final = 65_536
 """Rows that a thread has in hand at a time."""
+
+RowSets = Sequence[NDArray[np.uint8]]
+"""Rows of one table that some passes need, each set a bit for each row, the lowest bit of a byte first."""
 
 Arrival = Callable[[], None]
 """Lets lookups wait for the rows of a batch."""
@@ -30,11 +35,14 @@ class TableRows:
         region: its rows and slots.
         fetch: writes the rows of keys, (n,), into bytes (n, row_bytes): out of its tier, or as they begin.
         put: writes changed rows of keys to its tier.
+        exchange: does both for the rows of a pass and returns which of the coming ones were there, or does nothing
+            and returns None.
     """
 
     region: Region
     fetch: Callable[[NDArray[np.int64], NDArray[np.uint8]], None]
     put: Callable[[NDArray[np.int64], NDArray[np.uint8]], None]
+    exchange: Callable[[Exchange], NDArray[np.bool_] | None] = lambda change: None
 
 
 @dataclass(frozen=True)
@@ -74,6 +82,14 @@ class SlotGroup:
         for name, part in self.columns.items():
             part.index_copy_(0, slots, self._view(packed, name, part))
 
+    def memory(self) -> ColumnMemory:
+        """Return the slots as memory of this process, where they are: `pack` and `unpack` by all threads."""
+        columns = [
+            (part.data_ptr(), self.layout[name].num_bytes, self.layout.offsets[name])
+            for name, part in self.columns.items()
+        ]
+        return ColumnMemory(columns, self.layout.row_bytes)
+
     def _view(self, packed: Tensor, name: str, part: Tensor) -> Tensor:
         """Return a column of packed rows as numbers of the column's type and shape."""
         start = self.layout.offsets[name]
@@ -87,10 +103,14 @@ class RowMoves(Protocol):
     row_ids: Tensor
     """(slots,), int64: of each slot its row, beside the slots; right for rows that have arrived."""
 
-    def start(self, admission: Admission) -> None:
+    def start(self, admission: Admission, *, later: RowSets | None = None) -> None:
         """Begin to write back what changed slots held, and to fetch what they are to hold.
 
         Work that the caller gave to the device before it reads and writes the old rows.
+
+        Args:
+            admission: of a batch.
+            later: the admission is of a pass over one table, and these are the rows of the passes that follow.
         """
 
     def arrival(self) -> Arrival:
@@ -114,10 +134,10 @@ class HostMoves:
         self._mover = RowMover("row mover")
         self._last = 0
 
-    def start(self, admission: Admission) -> None:
-        """Queue the moves of a batch."""
+    def start(self, admission: Admission, *, later: RowSets | None = None) -> None:
+        """Queue the moves of a batch or a pass."""
         groups = self._groups  # the thread does not keep this object
-        self._last = self._mover.start(lambda: _move(groups, admission))
+        self._last = self._mover.start(lambda: _move(groups, admission, later))
 
     def arrival(self) -> Arrival:
         """Return what waits for all moves queued so far."""
@@ -130,29 +150,75 @@ class HostMoves:
 
 
 @torch.no_grad()
-def _move(groups: tuple[SlotGroup, ...], admission: Admission) -> None:
+def _move(groups: tuple[SlotGroup, ...], admission: Admission, later: RowSets | None) -> None:
     for group in groups:
         for table in group.tables:
-            _move_table(group, table, admission)
+            own = rows_between(
+                admission.new_rows, table.region.first_row, table.region.first_row + table.region.num_rows
+            )
+            if own.start < own.stop:
+                _TableMove(group, table, admission, own).run(later)
 
 
-def _move_table(group: SlotGroup, table: TableRows, admission: Admission) -> None:
-    own = rows_between(admission.new_rows, table.region.first_row, table.region.first_row + table.region.num_rows)
-    if own.start == own.stop:
-        return
-    slots, first = admission.new_slots[own] - group.first_slot, table.region.first_row
-    dirty = np.flatnonzero(admission.old_dirty[own])
-    # All is written before anything is read: a disk goes through its file once in each direction.
-    for low in range(0, len(dirty), PIECE_ROWS):
-        part = dirty[low : low + PIECE_ROWS]
-        changed = group.layout.zeros(len(part))
-        group.pack(torch.from_numpy(slots[part]), torch.from_numpy(changed))
-        table.put(admission.old_rows[own][part] - first, changed)
-    for low in range(0, len(slots), PIECE_ROWS):
-        keys = admission.new_rows[own][low : low + PIECE_ROWS] - first
-        rows = group.layout.zeros(len(keys))
-        table.fetch(keys, rows)
-        group.unpack(torch.from_numpy(slots[low : low + PIECE_ROWS]), torch.from_numpy(rows))
+class _TableMove:
+    """The moves of one table; its rows stand at `own` in the admission."""
+
+    def __init__(self, group: SlotGroup, table: TableRows, admission: Admission, own: slice) -> None:
+        self._group, self._table = group, table
+        self._memory = group.memory()
+        self._slots = admission.new_slots[own] - group.first_slot
+        self._coming = admission.new_rows[own] - table.region.first_row
+        dirty = admission.old_dirty[own]
+        self._leaving = admission.old_rows[own][dirty] - table.region.first_row
+        self._left_slots = self._slots[dirty]
+        self._left_before = np.cumsum(dirty, dtype=np.int64)
+        """Of each new row, how many changed rows must have left when it takes its slot."""
+
+    def run(self, later: RowSets | None) -> None:
+        swept = None
+        if later is not None:
+            change = Exchange(
+                self._leaving, self._give, self._coming, self._take, self._left_before, next_use(self._leaving, later)
+            )  # fmt: skip
+            swept = self._table.exchange(change)
+        # All is written before anything is read: a disk goes through its file once in each direction.
+        for low in range(0, len(self._leaving) if swept is None else 0, PIECE_ROWS):
+            places = np.arange(low, min(low + PIECE_ROWS, len(self._leaving)))
+            rows = self._group.layout.empty(len(places))
+            self._give(places, rows)
+            self._table.put(self._leaving[places], rows)
+        rest = np.arange(len(self._coming)) if swept is None else np.flatnonzero(~swept)
+        for low in range(0, len(rest), PIECE_ROWS):
+            part = rest[low : low + PIECE_ROWS]
+            rows = self._group.layout.zeros(len(part))
+            self._table.fetch(self._coming[part], rows)
+            self._take(part, rows, np.arange(len(part)))
+
+    def _give(self, places: NDArray[np.int64], rows: NDArray[np.uint8]) -> None:
+        if self._group.has_gaps:
+            rows[:] = 0
+        self._memory.pack(self._left_slots[places], rows)
+
+    def _take(self, places: NDArray[np.int64], rows: NDArray[np.uint8], lines: NDArray[np.int64]) -> None:
+        self._memory.unpack(self._slots[places], rows, lines)
+
+
+def next_use(rows: NDArray[np.int64], later: RowSets) -> NDArray[np.int16]:
+    """Return of each row the number of the first later pass that needs it, or -1.
+
+    Args:
+        rows: of a table, (n,).
+        later: the rows of later passes.
+
+    Example:
+        >>> next_use(np.array([1, 8, 9]), [np.array([2, 0], np.uint8), np.array([2, 1], np.uint8)])
+        array([ 0,  1, -1], dtype=int16)
+    """
+    found = np.full(len(rows), -1, np.int16)
+    bytes_of_rows, bits = rows >> 3, (1 << (rows & 7)).astype(np.uint8)
+    for number in reversed(range(len(later))):
+        found[later[number][bytes_of_rows] & bits != 0] = number
+    return found
 
 
 def rows_between(rows: NDArray[np.int64], first: int, stop: int) -> slice:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from viviane.embedding.row_lease import Admitted, RowLease
-from viviane.embedding.row_moves import PIECE_ROWS, HostMoves, RowMoves, SlotGroup
+from viviane.embedding.row_moves import PIECE_ROWS, HostMoves, RowMoves, RowSets, SlotGroup
 from viviane.embedding.staged_moves import StagedMoves
 from viviane.store import TierStats
 from viviane.store.slots import Region, SlotMap
@@ -58,8 +58,14 @@ class SlotCache(Protocol):
             CacheFullError: here or in `settle`: too many rows are in use; nothing has changed.
         """
 
-    def load(self, rows: NDArray[np.int64], stamp: int, guard: int) -> PassMove:
-        """Give distinct, rising rows of a table slots, and return when they are there."""
+    def load(self, rows: NDArray[np.int64], stamp: int, guard: int, later: RowSets = ()) -> PassMove:
+        """Give distinct, rising rows of a table slots, and return when they are there.
+
+        Args:
+            rows: (n,), of all tables together.
+            stamp, guard: as of `admit`.
+            later: the rows of that table that the passes after this one need.
+        """
 
     def fill_whole(self, region: Region) -> None:
         """Put a table that has a slot for each row into its slots."""
@@ -123,10 +129,10 @@ class HostSlotCache:
         # Rows that have slots already may be on their way for another batch: all moves so far are waited for.
         return Admitted(found, self.moves.arrival(), _settled, admission.slots)
 
-    def load(self, rows: NDArray[np.int64], stamp: int, guard: int) -> PassMove:
+    def load(self, rows: NDArray[np.int64], stamp: int, guard: int, later: RowSets = ()) -> PassMove:
         """Give rows slots and wait for them; see `SlotCache`."""
         admission = self.slots.admit(rows, stamp, guard)
-        self.moves.start(admission)
+        self.moves.start(admission, later=later)
         self.moves.finish()
         return PassMove(len(rows), len(admission.new_rows), int(admission.old_dirty.sum()))
 

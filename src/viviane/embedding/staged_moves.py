@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from viviane.embedding.row_moves import Arrival, SlotGroup, TableRows, rows_between
+from viviane.embedding.row_moves import Arrival, RowSets, SlotGroup, TableRows, rows_between
 from viviane.store.row_mover import RowMover
 from viviane.store.slots import Admission
 from viviane.store.streams import Moment, TransferStreams
@@ -89,8 +89,8 @@ class StagedMoves:
         self._in = RowMover("rows in")
         self._last: Callable[[], Moment | None] = lambda: None
 
-    def start(self, admission: Admission) -> None:
-        """Queue the moves of a batch."""
+    def start(self, admission: Admission, *, later: RowSets | None = None) -> None:
+        """Queue the moves of a batch or a pass, piece by piece."""
         pieces, now = self._pieces, self._pieces.streams.now()
         moved: list[Moment] = []
         ticket = self._in.start(lambda: moved.append(pieces.move(admission, now)))

@@ -282,11 +282,15 @@ class TableStorage(nn.Module, ABC):
     def arrive(self, lease: RowLease) -> None:
         """Wait for rows that are on their way to memory; where all are there, do nothing."""
 
-    def begin_pass(self, keys: Mapping[str, NDArray[np.int64]]) -> PassMove:
+    def begin_pass(
+        self, keys: Mapping[str, NDArray[np.int64]], later: Sequence[Mapping[str, NDArray[np.uint8]]] = ()
+    ) -> PassMove:
         """Bring the rows of a pass into memory, and write changed rows that leave; where all are, do nothing.
 
         Args:
             keys: of tables in tiers, by name: rising, distinct rows of this storage's part of the table.
+            later: of the passes that follow, by name: a bit for each such row, the lowest bit of a byte first. Rows
+                that leave are written beside the others of the pass that needs them next.
 
         Raises:
             CacheFullError: a table's rows do not fit into its memory; nothing has changed.

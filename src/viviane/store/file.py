@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import time
 import zlib
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
@@ -20,7 +21,10 @@ from viviane.core.files import write_bytes_atomic, write_json_atomic
 from viviane.core.json_files import read_json_object
 from viviane.core.locations import local_path
 from viviane.core.locks import locked
+from viviane.store import file_sweep, pass_stream
+from viviane.store.file_sweep import Exchange, SweptFile
 from viviane.store.journal import Journal
+from viviane.store.pass_area import PassArea
 from viviane.store.row_layout import Found, Keys, RowLayout, Rows
 from viviane.store.statistics import StatsCounter, TierStats
 from viviane.store.tier import SCAN_ROWS, check_batch_rows
@@ -32,6 +36,7 @@ _MOST_BYTES: Final = 8 << 20  # of one read
 _AHEAD_BYTES: Final = 32 << 20
 _LARGE_BYTES: Final = 256 << 10
 _RUNS_AHEAD: Final = 256
+_PIECE_ROWS: Final = 65_536
 _PAGE_BYTES: Final = 4 << 10  # a hole of this size is written with its neighbours: the disk writes its page anyway
 
 
@@ -81,7 +86,7 @@ class FileTier:
         self._lock = threading.RLock()
         self._where = f"tier {name!r}, {self.folder}"
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._file = -1
+        self._file = self._direct = -1
         self._held = ExitStack()
         if durable:
             self._held.enter_context(locked(self.folder, once=True))
@@ -97,8 +102,12 @@ class FileTier:
             self._open_description()
         self._present = np.zeros(-(-self.num_ids // 8), np.uint8)
         self._read_present()
+        self._area: PassArea | None = None
         flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
         self._file = os.open(self.folder / "rows.bin", flags, 0o644)
+        if not self.durable and hasattr(os, "O_DIRECT"):
+            with suppress(OSError):  # not every file system can
+                self._direct = os.open(self.folder / "rows.bin", os.O_RDWR | os.O_CLOEXEC | os.O_DIRECT)
         self._journal = Journal(self.folder / "journal.bin", self.layout) if self.durable else None
         if self._journal is None:
             self._remove_working_file()
@@ -167,13 +176,17 @@ class FileTier:
             inside = (keys >= 0) & (keys < self.num_ids)
             there = inside & self._is_there(np.where(inside, keys, 0))
             places = np.flatnonzero(there)
-            order = places[np.argsort(keys[places], kind="stable")]
-            num_bytes = self._read(keys[order], order, out)
+            num_bytes = self._read_ids(keys[places], places, out)
             count(hits=len(places), misses=len(keys) - len(places), num_bytes=num_bytes)
         return there
 
+    def _read_ids(self, ids: Keys, targets: Keys, out: Rows) -> int:
+        positions = self._positions(ids)
+        order = np.argsort(positions, kind="stable")
+        return self._read(positions[order], targets[order], out)
+
     def _read(self, ids: Keys, targets: Keys, out: Rows) -> int:
-        """Read rows of rising ids into lines of `out`; returns the bytes read."""
+        """Read rows at rising positions into lines of `out`; returns the bytes read."""
         size = self.layout.row_bytes
         runs = list(_runs(ids, max(1, _GAP_BYTES // size), max(1, _MOST_BYTES // size)))
         total = 0
@@ -203,11 +216,98 @@ class FileTier:
                 self._journal.append(keys, rows)
             self._write(keys, rows)
 
+    def exchange(self, change: Exchange) -> Found:
+        """Write and read the rows of a change of passes; see `viviane.store.file_sweep`.
+
+        Rows of a working file that a later pass needs are written beside the others that it needs. All others stay at
+        the place of their id; where many pages of those are concerned, one sweep over the file reads and writes them.
+
+        Returns:
+            (m,), which rows of `change.coming` were there and taken.
+        """
+        with self._lock:
+            self._check_open()
+            self._check_ids(change.leaving)
+            self._check_ids(change.coming)
+            there = self._is_there(change.coming)
+            swept = SweptFile(self._file, self._direct, self.layout.row_bytes, self.folder / "rows.bin")
+            left, came = self._stream(swept, change, there)
+            positions, waiting = self._positions(change.coming), there & ~came
+            stay = np.flatnonzero(~left)
+            for leaving, chosen in (
+                (stay, waiting & (positions < self.num_ids)),
+                (stay[:0], waiting & (positions >= self.num_ids)),
+            ):
+                coming = np.flatnonzero(chosen)
+                coming = coming[np.argsort(positions[coming], kind="stable")]
+                own = change.part(leaving, coming, positions[coming])
+                if not self.durable and swept.is_worth_it(own):
+                    self._sweep(swept, own)
+                else:
+                    self._exchange_pieces(own, change.coming[coming])
+        return there
+
+    def _stream(self, swept: SweptFile, change: Exchange, there: Found) -> tuple[Found, Found]:
+        """Write rows whose next pass is known beside each other, and read those that stand so already.
+
+        Returns:
+            which rows of `leaving` and of `coming` moved.
+        """
+        left, came = np.zeros(len(change.leaving), np.bool_), np.zeros(len(change.coming), np.bool_)
+        size = self.layout.row_bytes
+        if self.durable or not swept.block_rows or change.later is None:
+            return left, came
+        if int((change.later >= 0).sum()) * size < file_sweep.SMALLEST_BYTES // 8:
+            return left, came
+        start = time.perf_counter()
+        if self._area is None:
+            self._area = PassArea(self.num_ids, swept.rows_of(pass_stream.EXTENT_BYTES))
+        rounds, positions = pass_stream.rounds_of(change, self._area, self.num_ids, size, there)
+        num_read, num_written = pass_stream.stream(swept, change, rounds, positions)
+        left = self._area.stands_apart(change.leaving)
+        for one in rounds:
+            came[one.coming] = True
+        self._note_present(change.leaving[left])
+        self._counter.swept(time.perf_counter() - start, rows_read=int(came.sum()), rows_written=int(left.sum()),
+                            bytes_read=num_read, bytes_written=num_written)  # fmt: skip
+        return left, came
+
+    def _sweep(self, swept: SweptFile, change: Exchange) -> None:
+        start = time.perf_counter()
+        if self._area is not None:
+            self._area.release(change.leaving)
+        num_read, num_written = swept.sweep(change, self._present)
+        self._note_present(change.leaving)
+        self._counter.swept(time.perf_counter() - start, rows_read=len(change.coming), bytes_read=num_read,
+                            rows_written=len(change.leaving), bytes_written=num_written)  # fmt: skip
+
+    def _exchange_pieces(self, change: Exchange, coming: Keys) -> None:
+        """Put rows, then fetch the ids `coming`, a piece at a time: all is written before anything is read."""
+        for low in range(0, len(change.leaving), _PIECE_ROWS):
+            places = np.arange(low, min(low + _PIECE_ROWS, len(change.leaving)))
+            rows = self.layout.empty(len(places))
+            change.give(places, rows)
+            self.put(change.leaving[places], rows)
+        for low in range(0, len(coming), _PIECE_ROWS):
+            places = np.arange(low, min(low + _PIECE_ROWS, len(coming)))
+            rows = self.layout.empty(len(places))
+            self.fetch(coming[places], rows)
+            change.take(places, rows, np.arange(len(places)))
+
+    def _positions(self, ids: Keys) -> NDArray[np.int64]:
+        """Return where rows stand in the file."""
+        return ids if self._area is None else self._area.positions(ids)
+
+    def _note_present(self, ids: Keys) -> None:
+        np.bitwise_or.at(self._present, ids >> 3, (1 << (ids & 7)).astype(np.uint8))
+
     def _write(self, keys: Keys, rows: Rows) -> None:
         order = np.argsort(keys, kind="stable")
         ids = keys[order]
         last = np.append(ids[1:] != ids[:-1], True)[: len(ids)]  # of equal keys the last row counts
         order, ids = order[last], ids[last]
+        if self._area is not None:
+            self._area.release(ids)
         size = self.layout.row_bytes
         runs = list(_runs(ids, _PAGE_BYTES // size, max(1, _MOST_BYTES // size)))
         for first, stop in self._read_ahead(runs, ids):  # pages that are written in part are read
@@ -216,7 +316,7 @@ class FileTier:
             if count > stop - first:  # rows between them are written again as they are
                 part = self._with_holes(start, count, ids[first:stop] - start, part)
             _pwrite(self._file, part, start * size, self._where)
-        np.bitwise_or.at(self._present, ids >> 3, (1 << (ids & 7)).astype(np.uint8))
+        self._note_present(ids)
 
     def _read_ahead(self, runs: list[tuple[int, int]], ids: Keys) -> Iterator[tuple[int, int]]:
         """Yield runs, and let the system read those that follow: a disk answers many requests in the time of one."""
@@ -270,7 +370,7 @@ class FileTier:
                 with self._lock:
                     self._check_open()
                     there = self._is_there(part)
-                    num_bytes = self._read(part[there], np.flatnonzero(there), rows)
+                    num_bytes = self._read_ids(part[there], np.flatnonzero(there), rows)
                 self._counter.moved(bytes_read=num_bytes)
                 yield part[there], rows[there]
 
@@ -305,7 +405,9 @@ class FileTier:
             if self._journal is not None:
                 self._journal.close()
             os.close(self._file)
-            self._file = -1
+            if self._direct >= 0:
+                os.close(self._direct)
+            self._file = self._direct = -1
             self._held.close()
             if not self.durable and self.folder.exists():
                 self._remove_working_file()

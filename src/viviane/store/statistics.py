@@ -163,6 +163,16 @@ class StatsCounter:
             self._stats.bytes_written += rows * self._row_bytes if num_bytes is None else num_bytes
             self._stats.puts.add(time.perf_counter() - start)
 
+    def swept(
+        self, seconds: float, *, rows_read: int = 0, rows_written: int = 0, bytes_read: int = 0, bytes_written: int = 0
+    ) -> None:  # fmt: skip
+        """Count rows that were read and written in one sweep."""
+        if rows_read:
+            self.fetched(seconds, rows_read, 0, num_bytes=bytes_read)
+        with self._lock:
+            self._stats.rows_written += rows_written
+            self._stats.bytes_written += bytes_written
+
     def erased(self, rows: int) -> None:
         """Count rows that were erased."""
         with self._lock:

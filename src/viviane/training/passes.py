@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from time import perf_counter
-from typing import Any, Self
+from typing import Any, Final, Self
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 from viviane.batch import Batch
-from viviane.core.errors import CheckpointError
+from viviane.core.errors import CheckpointError, ConfigError
 from viviane.core.logging import get_logger
 from viviane.data import DataPasses
-from viviane.data.key_sets import KeySets
 from viviane.embedding import TableCollection, TableConfig, TableStorage
 from viviane.embedding.keys import rows_of_keys
 from viviane.embedding.module_parts import collections_of
@@ -23,6 +23,7 @@ from viviane.training.checkpoint.table_parts import parts_of
 from viviane.training.feed import DeviceFeed
 from viviane.training.look_ahead import LookAhead
 
+_MOST_AHEAD: Final = 16
 _log = get_logger("training.passes")
 
 
@@ -44,6 +45,69 @@ def begin_pass(module: nn.Module, keys: Mapping[str, Any]) -> PassMove:
         for storage, rows in _rows_of_storages(collection, keys):
             moved += storage.begin_pass(rows)
     return moved
+
+
+class PassPlan:
+    """Passes whose keys are known ahead: rows that leave are written where a later pass reads all of its rows at once.
+
+    A loop of your own calls `begin` before the first batch of each sub-data-set, in turn; the first follows the last.
+    Bits do not depend on it. Memory: a bit for each row of a table in tiers and each of the passes to come, at most 16.
+
+    Args:
+        module: its tables in tiers are served.
+        keys: of each pass, by feature as `begin_pass` takes them, or a function that returns them when they are needed.
+
+    Raises:
+        ConfigError: there are no passes.
+    """
+
+    def __init__(self, module: nn.Module, keys: Sequence[Mapping[str, Any] | Callable[[], Mapping[str, Any]]]) -> None:
+        if not keys:
+            raise ConfigError("a plan needs passes", value="an empty list")
+        self._module, self._keys = module, list(keys)
+        self._sets: dict[int, dict[TableStorage, dict[str, NDArray[np.uint8]]]] = {}
+
+    def prepare(self, number: int) -> None:
+        """Find the rows of a pass and of those after it, by the keys; `begin` does so, too."""
+        ahead = self._ahead(number)
+        self._sets = {one: found for one, found in self._sets.items() if one == number or one in ahead}
+        for one in (number, *ahead):
+            if one not in self._sets:
+                keys = self._keys[one]
+                self._sets[one] = _row_sets(self._module, keys() if callable(keys) else keys)
+
+    def begin(self, number: int) -> PassMove:
+        """Bring the rows and optimizer state of a pass into memory; see `begin_pass`.
+
+        Args:
+            number: of the pass, from 0.
+
+        Raises:
+            CacheFullError: the rows of a table do not fit into its memory.
+        """
+        self.prepare(number)
+        moved = PassMove()
+        for storage, sets in self._sets[number].items():
+            rows = {name: np.flatnonzero(np.unpackbits(bits, bitorder="little")) for name, bits in sets.items()}
+            moved += storage.begin_pass(rows, [self._sets[one][storage] for one in self._ahead(number)])
+        return moved
+
+    def _ahead(self, number: int) -> list[int]:
+        """Return the passes that follow, the next one first; the last is this one, an epoch later."""
+        return [(number + i) % len(self._keys) for i in range(1, min(_MOST_AHEAD, len(self._keys)) + 1)]
+
+
+def _row_sets(module: nn.Module, keys: Mapping[str, Any]) -> dict[TableStorage, dict[str, NDArray[np.uint8]]]:
+    """Return a bit for each row of the tables in tiers, set where keys need it."""
+    found: dict[TableStorage, dict[str, NDArray[np.uint8]]] = {}
+    for collection in collections_of(module).values():
+        for storage, rows in _rows_of_storages(collection, keys):
+            found[storage] = {}
+            for name, own in rows.items():
+                needed = np.zeros(storage.tiered_tables()[name].num_rows, np.bool_)
+                needed[own] = True
+                found[storage][name] = np.packbits(needed, bitorder="little")
+    return found
 
 
 def tiered_storages(module: nn.Module) -> list[TableStorage]:
@@ -69,13 +133,18 @@ def _rows_of_storages(
         rows: Any = np.zeros(0, np.int64)
         if given:
             every = torch.from_numpy(np.concatenate([np.asarray(one, np.int64) for one in given]))
-            rows = np.unique(rows_of_keys(every, table).numpy())
+            rows = _distinct(rows_of_keys(every, table).numpy())
         for part in parts_of(collection, name):
             if part.storage is not None and name in part.storage.tiered_tables() and part.keys:
                 own = found.setdefault(part.storage, {})
                 inside = rows[(rows >= part.keys.start) & (rows < part.keys.stop)] - part.keys.start
                 own[name] = inside[inside % part.keys.step == 0] // part.keys.step
     yield from found.items()
+
+
+def _distinct(rows: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return distinct rows, rising; files of keys have them so."""
+    return rows if bool((rows[1:] > rows[:-1]).all()) else np.unique(rows)
 
 
 class PassFeed:
@@ -94,6 +163,7 @@ class PassFeed:
     def __init__(self, passes: DataPasses, feeds: Sequence[DeviceFeed], module: nn.Module | None) -> None:
         self.passes, self.feeds, self.module = passes, list(feeds), module
         self._part, self._epoch = 0, feeds[0].epoch
+        self._plan = None if module is None else PassPlan(module, [one.key_sets for one in passes.parts])
 
     @classmethod
     def open(cls, passes: DataPasses, *where: Any, module: nn.Module | None = None, **options: Any) -> Self:
@@ -145,12 +215,12 @@ class PassFeed:
         self._part, self._epoch = 0, self._epoch + 1
 
     def _begin(self) -> None:
-        if self.module is None or not tiered_storages(self.module):
+        if self._plan is None or self.module is None or not tiered_storages(self.module):
             return
         start, number = perf_counter(), self._part
-        keys: KeySets = self.passes.parts[number].key_sets()
+        self._plan.prepare(number)
         known = perf_counter()
-        moved = begin_pass(self.module, keys)
+        moved = self._plan.begin(number)
         _log.info(
             "pass %d of %d of epoch %d: %d rows, %d read and %d written in %.2f s (keys: %.2f s)", number + 1,
             len(self.feeds), self._epoch, moved.rows, moved.read, moved.written, perf_counter() - known, known - start,
