@@ -11,7 +11,11 @@ from viviane.compat.hugectr.reading import close_readers
 from viviane.compat.hugectr.symbols import modules
 from viviane.core.errors import ConfigError, DataError
 
-hugectr: Any = modules()["hugectr"]
+MADE = modules()
+hugectr: Any = MADE["hugectr"]
+DataGenerator, DataGeneratorParams = (
+    getattr(MADE["hugectr.tools"], name) for name in ("DataGenerator", "DataGeneratorParams")
+)
 KIND, LAYER = hugectr.DataReaderType_t, hugectr.Layer_t
 COUNTS = np.array([[0, 7], [3, 0], [1, 2], [9, 1], [0, 0]])
 KEYS = np.array([[0, 1], [2, 3], [1, 0], [0, 2], [2, 1]], "<i4")
@@ -115,6 +119,66 @@ def test_a_source_that_is_not_there_is_named_with_how_it_is_made(kind: str, what
         DataError, match=f"(?s){what} of training data not found.*./data/train.*DataGenerator.*{Path.cwd()}"
     ):
         model.compile()
+
+
+def built(kind: str, source: str, labels: int, dense: int) -> Any:
+    solver = hugectr.CreateSolver(batchsize=2, batchsize_eval=2, max_eval_batches=1, repeat_dataset=False)
+    reader = hugectr.DataReaderParams(KIND[kind], source, eval_source=source, check_type=hugectr.Check_t.Non)
+    model = hugectr.Model(solver, reader, hugectr.CreateOptimizer())
+    keys = [hugectr.DataReaderSparseParam("keys", 1, False, 1)]
+    model.add(hugectr.Input(labels, "label", dense, "dense", keys))
+    table = hugectr.Embedding_t.DistributedSlotSparseEmbeddingHash
+    model.add(hugectr.SparseEmbedding(table, 1, 4, "sum", "e", "keys"))
+    model.add(hugectr.DenseLayer(LAYER.Reshape, ["e"], ["flat"], leading_dim=4))
+    model.add(hugectr.DenseLayer(LAYER.Concat, ["flat", "dense"], ["all"]))
+    model.add(hugectr.DenseLayer(LAYER.InnerProduct, ["all"], ["logit"], num_output=labels))
+    weights = [1.0] * labels
+    model.add(hugectr.DenseLayer(LAYER.MultiCrossEntropyLoss, ["logit", "label"], ["loss"], target_weight_vec=weights))
+    model.compile()
+    return model
+
+
+def rows_of(model: Any) -> int:
+    model.get_data_reader_train().set_source()
+    return sum(1 for _ in iter(model.train, False)) * 2
+
+
+def generated(kind: str) -> tuple[str, list[Path]]:
+    """Write a list of two files of 4 rows."""
+    non, params = hugectr.Check_t.Non, DataGeneratorParams
+    numbers = {"num_files": 2, "eval_num_files": 1, "num_samples_per_file": 4}
+    DataGenerator(params(KIND[kind], 1, 1, 1, False, f"{kind}.txt", "v.txt", [5], check_type=non, **numbers)).generate()
+    return f"{kind}.txt", [Path(name) for name in Path(f"{kind}.txt").read_text().split()[1:]]
+
+
+def test_lines_of_a_list_beyond_its_count_are_ignored() -> None:
+    source, (first, second) = generated("Norm")
+    Path(source).write_text(f"1\n{first}\n{second}\n")
+    assert rows_of(built("Norm", source, 1, 1)) == 4
+
+
+def test_missing_parquet_files_are_skipped_unless_all_are_missing(capsys: pytest.CaptureFixture[str]) -> None:
+    source, (first, second) = generated("Parquet")
+    second.unlink()
+    assert rows_of(built("Parquet", source, 1, 1)) == 4
+    assert capsys.readouterr().out.count("1 files that are missing are skipped") == 1
+    first.unlink()
+    with pytest.raises(DataError, match="a file of the list is missing"):
+        built("Parquet", source, 1, 1)
+
+
+def test_only_the_sum_of_labels_and_dense_values_is_that_of_the_header() -> None:
+    header = np.array([0, 4, 1, 2, 1, 0, 0, 0], "<i8").tobytes()
+    row = np.array([1, 0, 0.5], "<f4").tobytes() + np.array([1, 3], "<i4").tobytes()
+    Path("rows.data").write_bytes(header + 4 * row)
+    Path("rows.txt").write_text("1\nrows.data\n")
+    model = built("Norm", "rows.txt", 2, 1)
+    assert rows_of(model) == 4
+    model.get_data_reader_eval().set_source()
+    assert model.eval()
+    assert model.check_out_tensor("all", hugectr.Tensor_t.Evaluate)[:, 4].tolist() == [0.5, 0.5]
+    with pytest.raises(DataError, match="header's dense_dim"):
+        rows_of(built("Norm", "rows.txt", 1, 1))
 
 
 def norm_file(lengths: list[list[int]]) -> str:

@@ -23,12 +23,12 @@ from viviane.compat.hugectr.collection import EmbeddingCollectionConfig
 from viviane.compat.hugectr.columns import Columns, Slot
 from viviane.compat.hugectr.enums import DataReaderType_t, Embedding_t, Optimizer_t
 from viviane.compat.hugectr.inputs import DataReaderParams, SparseEmbedding
+from viviane.compat.hugectr.listed_files import listed_files
 from viviane.compat.hugectr.reading import format_of
 from viviane.compat.hugectr.solver import OptParams
 from viviane.compat.hugectr.sources import mounted
 from viviane.core.machine import GIB, memory_bytes
 from viviane.data import Dataset
-from viviane.data.formats.file_list import read_file_list
 
 _STATES: Final = {Optimizer_t.SGD: 0, Optimizer_t.Adam: 2, Optimizer_t.Ftrl: 2}
 _ROWS: Final = 2048
@@ -123,7 +123,7 @@ def _ranges_of_parquet(path: Path, slots: Sequence[Slot]) -> dict[str, tuple[int
     wanted = {slot.column for slot in slots}
     found: dict[str, tuple[int, int]] = {}
     unknown: set[str] = set()
-    for file in read_file_list(path):
+    for file in listed_files(path, skip_missing=True):
         try:
             described = pq.read_metadata(file)
         except (OSError, pa.ArrowInvalid):

@@ -21,10 +21,11 @@ from viviane.compat.hugectr.arguments import say
 from viviane.compat.hugectr.enums import DataReaderType_t
 from viviane.compat.hugectr.inputs import DataReaderParams, Input, SparseEmbedding
 from viviane.compat.hugectr.json_files import load as load_json
+from viviane.compat.hugectr.listed_files import listed_files
 from viviane.compat.hugectr.sources import source_path
 from viviane.core.errors import ConfigError, DataError
 from viviane.core.json_files import expected_form
-from viviane.data.formats.file_list import METADATA_FILE, read_file_list
+from viviane.data.formats.file_list import METADATA_FILE
 from viviane.schema import Schema
 
 _LARGEST: Final = 2**63 - 1  # HugeCTR's hash tables reserve this key
@@ -236,7 +237,8 @@ def _check_count(sizes: Sequence[int], count: int, where: str) -> None:
 
 def _parquet(reader: DataReaderParams, given: Input) -> tuple[list[str], tuple[tuple[str, int], ...], list[Slot]]:
     """Return label columns, dense columns and slots from _metadata.json and the first file."""
-    file = read_file_list(source_path(reader.sources[0], reader.data_reader_type, training=True))[0]
+    path = source_path(reader.sources[0], reader.data_reader_type, training=True)
+    file = listed_files(path, skip_missing=True)[0]
     path = file.parent / METADATA_FILE
     if not path.is_file():
         raise DataError(f"{METADATA_FILE} is missing", where=str(path), fix="HugeCTR's Parquet needs it")

@@ -9,8 +9,9 @@ from typing import Final
 import numpy as np
 
 from viviane.compat.hugectr.arguments import note, say
+from viviane.compat.hugectr.listed_files import listed_files
 from viviane.data.formats import RawAsyncFormat
-from viviane.data.formats.file_list import is_file_list, read_file_list
+from viviane.data.formats.file_list import is_file_list
 from viviane.data.formats.norm import FIRST_HEADER, HEADER
 from viviane.schema import Schema
 
@@ -48,7 +49,7 @@ def is_of_2_0(source: str | Path) -> bool:
     """
     path = Path(source)
     if path.is_file() and is_file_list(path):
-        path = read_file_list(path)[0]
+        path = listed_files(path)[0]
     with path.open("rb") as file:
         head = file.read(FIRST_HEADER.size)
     if len(head) < FIRST_HEADER.size:

@@ -12,12 +12,13 @@ from viviane.compat.hugectr.argument_types import typed
 from viviane.compat.hugectr.columns import Columns
 from viviane.compat.hugectr.enums import Check_t, DataReaderType_t
 from viviane.compat.hugectr.inputs import DataReaderParams
+from viviane.compat.hugectr.listed_files import ListedNorm, ListedParquet, numbers_of
 from viviane.compat.hugectr.processes import group
 from viviane.compat.hugectr.raw_files import has_float_dense, is_of_2_0, rows_to_read
 from viviane.compat.hugectr.sources import source_path
 from viviane.core.errors import ConfigError, DataError
 from viviane.data import Dataset, Reader
-from viviane.data.formats import Format, HugectrParquetFormat, NormFormat, RawAsyncFormat, RawFormat
+from viviane.data.formats import Format, RawAsyncFormat, RawFormat
 
 _made: weakref.WeakSet[DataReader] = weakref.WeakSet()
 
@@ -197,9 +198,12 @@ def format_of(params: DataReaderParams, columns: Columns, path: Path) -> Format:
         case DataReaderType_t.Norm:
             version: Literal["2.0", "2.1"] = "2.0" if is_of_2_0(path) else "2.1"
             checked = params.check_type is Check_t.Sum
-            return NormFormat(check_sum=checked, i64_input_key=wide, shifted_keys=False, version=version)
+            numbers = None if version == "2.0" else numbers_of(path, columns.reader_schema(), check_sum=checked)
+            return ListedNorm(
+                check_sum=checked, i64_input_key=wide, shifted_keys=False, version=version, numbers=numbers
+            )
         case DataReaderType_t.Parquet:
-            return HugectrParquetFormat(i64_input_key=wide)
+            return ListedParquet(i64_input_key=wide)
         case DataReaderType_t.Raw:
             return RawFormat(float_label_dense=params.float_label_dense)
         case DataReaderType_t.RawAsync:

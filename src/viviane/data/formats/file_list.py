@@ -36,22 +36,9 @@ def read_file_list(path: Path, *, inside: Path | None = None) -> list[Path]:
         DataError: the list is malformed, the count differs from the number of lines, a file is missing or not in the
             folder.
     """
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError("not a file list", where=str(path), value=str(error)) from error
-    names = [line.strip() for line in lines[1:] if line.strip()]
-    count = lines[0].strip() if lines else ""
-    if not count.isdigit() or int(count) != len(names):
-        raise DataError(
-            "the first line of a file list must be the number of files",
-            where=f"{path}, line 1",
-            value=count,
-            allowed=str(len(names)),
-            fix="write the list again; it may be truncated",
-        )
-    if not names:
-        raise DataError("the file list names no files", where=str(path))
+    count, names = lines_of_list(path)
+    if count != len(names):
+        raise _wrong_count(path, str(count), len(names))
     files = [_find(path, number, name) for number, name in enumerate(names, 2)]
     for number, file in enumerate(files, 2):
         if inside is not None and not file.resolve().is_relative_to(inside.resolve()):
@@ -62,12 +49,43 @@ def read_file_list(path: Path, *, inside: Path | None = None) -> list[Path]:
     return files
 
 
+def lines_of_list(path: Path) -> tuple[int, list[str]]:
+    """Return the count of a file list, and the paths of its lines.
+
+    Raises:
+        DataError: the list cannot be read, its first line is no count, or it names no file.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError("not a file list", where=str(path), value=str(error)) from error
+    names = [line.strip() for line in lines[1:] if line.strip()]
+    count = lines[0].strip() if lines else ""
+    if not count.isdigit():
+        raise _wrong_count(path, count, len(names))
+    if not names:
+        raise DataError("the file list names no files", where=str(path))
+    return int(count), names
+
+
+def _wrong_count(path: Path, count: str, lines: int) -> DataError:
+    return DataError(
+        "the first line of a file list must be the number of files", where=f"{path}, line 1", value=count,
+        allowed=str(lines), fix="write the list again; it may be truncated",
+    )  # fmt: skip
+
+
+def listed_file(path: Path, name: str) -> Path | None:
+    """Return the file of a name in a list, in the list's folder or the working directory; None if there is none."""
+    return next((file for file in (path.parent / name, Path(name)) if file.is_file()), None)
+
+
 def _find(path: Path, line: int, name: str) -> Path:
-    beside = path.parent / name
-    for file in (beside, Path(name)):
-        if file.is_file():
-            return file
-    raise DataError("a file of the list is missing", where=f"{path}, line {line}", value=name, fix="correct the path")
+    file = listed_file(path, name)
+    if file is None:
+        raise DataError("a file of the list is missing", where=f"{path}, line {line}", value=name,
+                        fix="correct the path")  # fmt: skip
+    return file
 
 
 def write_file_list(path: Path, files: Sequence[Path]) -> None:
