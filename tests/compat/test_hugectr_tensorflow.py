@@ -6,7 +6,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
+from viviane.cli.main import app
 from viviane.compat.hugectr import run_script
 from viviane.compat.hugectr.tensorflow_lookup import package
 from viviane.core.errors import ConfigError
@@ -68,6 +70,18 @@ def test_layers_look_up_what_the_parameter_server_has(tmp_path: Path, monkeypatc
     cells = [{"cell_type": "code", "source": SCRIPT}]  # a notebook that does not import hugectr itself
     Path("n.ipynb").write_text(json.dumps({"cells": cells}))
     run_script("n.ipynb")
+    assert Path("ended.txt").exists()
+
+
+@pytest.mark.skipif(find_spec("tensorflow") is None, reason="TensorFlow is not installed")
+def test_a_script_finds_sok_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("both.py").write_text(
+        "import hierarchical_parameter_server as hps\nimport sparse_operation_kit as sok\n"
+        "print(hps.LookupLayer, sok.DynamicVariable)\nopen('ended.txt', 'w').close()\n"
+    )
+    result = CliRunner().invoke(app, ["hugectr", "both.py"])
+    assert result.exit_code == 0, result.output
     assert Path("ended.txt").exists()
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -24,6 +26,18 @@ def command(
     if (script is None) == (train is None):
         raise ConfigError("give a script, or --train config.json", value=None if script is None else str(script))
     if script is not None:
-        run_script(script, args or [], program)
+        with _also_sok(script):
+            run_script(script, args or [], program)
     elif train is not None:
         train_from_json(train)
+
+
+def _also_sok(script: Path) -> AbstractContextManager[Any]:
+    """Let a script that mentions sparse_operation_kit find Viviane's: some train with SOK and serve by HPS."""
+    if find_spec("tensorflow") is None or not script.is_file():
+        return nullcontext()
+    if "sparse_operation_kit" not in script.read_text(encoding="utf-8", errors="replace"):
+        return nullcontext()
+    from viviane.tensorflow.run import installed
+
+    return installed()
