@@ -110,6 +110,32 @@ def test_a_model_is_trained_in_other_cells_than_the_one_that_compiles_it() -> No
     )
 
 
+def test_huge_ctr_trains_from_json() -> None:
+    layers = [
+        {"type": "Data", "format": "Raw", "source": "a.bin", "eval_source": "b.bin", "check": "None",
+         "num_samples": 40, "eval_num_samples": 20, "label": {"top": "label", "label_dim": 1},
+         "dense": {"top": "dense", "dense_dim": 1},
+         "sparse": [{"top": "x", "type": "DistributedSlot", "max_feature_num_per_sample": 1, "slot_num": 1}]},
+        {"name": "e", "type": "DistributedSlotSparseEmbeddingHash", "bottom": "x", "top": "e",
+         "sparse_embedding_hparam": {"max_vocabulary_size_per_gpu": 10, "embedding_vec_size": 2, "combiner": 0}},
+        {"name": "r", "type": "Reshape", "bottom": "e", "top": "r", "leading_dim": 2},
+        {"name": "fc", "type": "InnerProduct", "bottom": "r", "top": "fc", "fc_param": {"num_output": 1}},
+        {"name": "loss", "type": "BinaryCrossEntropyLoss", "bottom": ["fc", "label"], "top": "loss"},
+    ]  # fmt: skip
+    solver = {"lr_policy": "fixed", "display": 1, "max_iter": 2, "gpu": [0], "batchsize": 10, "snapshot": 2,
+              "snapshot_prefix": "./j", "eval_interval": 2, "max_eval_batches": 1}  # fmt: skip
+    Path("g.json").write_text(json.dumps({"solver": solver, "optimizer": {"type": "Adam"}, "layers": layers}))
+    run(
+        DATA,
+        MODEL + "\nmodel.compile()",
+        "!../build/bin/huge_ctr --train g.json > log",
+        "assert os.path.exists('j_dense_2.model') and model.train()",
+    )
+    Path("j_dense_2.model").unlink()
+    run_script("g.json")
+    assert Path("j_dense_2.model").exists()
+
+
 def test_output_of_commands_is_kept_in_the_file_it_is_sent_to() -> None:
     run(
         "folder = 'd'\n!mkdir {folder}",

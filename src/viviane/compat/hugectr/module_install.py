@@ -18,6 +18,7 @@ from viviane.compat.hugectr.reading import close_readers, open_readers
 from viviane.compat.hugectr.symbols import HugectrModule, modules
 from viviane.compat.hugectr.tensorflow_lookup import close_servers, keras_of_scripts
 from viviane.compat.hugectr.tensors import want_gradients
+from viviane.compat.hugectr.train_json import train_from_json
 from viviane.core.errors import ConfigError
 from viviane.core.scripts import checked_script, installed_modules, missing_names_explained, run_as_main
 
@@ -77,6 +78,9 @@ def run_script(script: str | Path, args: Sequence[str] = (), program: str | None
 
 
 def _run(path: Path, args: Sequence[str]) -> None:
+    if path.suffix == ".json":
+        train_from_json(path)
+        return
     text = path.read_text(encoding="utf-8", errors="replace")
     want_gradients("check_out_tensor" in text and re.search(r"\bTrain\b", text) is not None)
     try:

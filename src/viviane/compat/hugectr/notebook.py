@@ -95,11 +95,15 @@ class Command:
     def program(self) -> tuple[str, list[str]] | None:
         """Return the Python file that it runs, and its arguments; None if it runs something else.
 
+        Of `huge_ctr --train config.json`, HugeCTR's program up to 3.2, it is the JSON file.
+
         Example:
             >>> Command(("mpirun", "-np", "2", "python3", "-u", "train.py", "--lr", "3")).program()
             ('train.py', ['--lr', '3'])
         """
         names = [Path(word).name for word in self.words]
+        if "huge_ctr" in names and "--train" in self.words[:-1]:
+            return self.words[self.words.index("--train") + 1], []
         starts = [i for i, name in enumerate(names) if re.fullmatch(r"python[\d.]*", name)]
         if not starts or (starts[0] and names[0] not in _LAUNCHERS):
             return None

@@ -12,7 +12,7 @@ from viviane.compat.hugectr.json_files import load as load_json
 from viviane.compat.hugectr.json_graph import graph_layers, reader_from_json, with_data_layer
 from viviane.compat.hugectr.json_optimizer import optimizer_from_json, schedule_from_json
 from viviane.compat.hugectr.model import Model
-from viviane.compat.hugectr.reading import close_readers
+from viviane.compat.hugectr.reading import close_readers, open_readers
 from viviane.compat.hugectr.solver import OptParams, Solver
 from viviane.core.errors import ConfigError
 from viviane.core.json_files import expected_form
@@ -80,7 +80,7 @@ def train_from_json(file: str | Path) -> Model:
         solver, rule = solver_from_json(content, Solver), optimizer_from_json(optimizer)
     if "source" not in data:
         return _describe(solver, rule, layers, file)
-    model = Model(solver, reader_from_json(data), rule)
+    model, others = Model(solver, reader_from_json(data), rule), open_readers()
     for layer in layers:
         model.add(layer)
     try:
@@ -92,7 +92,7 @@ def train_from_json(file: str | Path) -> Model:
             prefix = clause["export_predictions_prefix"]
             model.export_predictions(f"{prefix}_prediction.txt", f"{prefix}_label.txt")
     finally:
-        close_readers()
+        close_readers(but=others)
     return model
 
 
