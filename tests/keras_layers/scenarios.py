@@ -93,11 +93,30 @@ def rate_callback():
         optimizer = keras.optimizers.SGD(0.1)
         model, layer = network(kind, optimizer)
         model.compile(optimizer, "mse")
+        before = model.get_weights()
         halve = keras.callbacks.LearningRateScheduler(lambda epoch, rate: 0.1 * 0.5**epoch)
         model.fit(KEYS, LABELS, batch_size=SIZE, shuffle=False, verbose=0, epochs=3, callbacks=[halve])
         found[kind] = layer
     apart = np.abs(found["own"].get_weights()[0] - found["stock"].get_weights()[0]).max()
+    model.set_weights(before)  # as callbacks do that restore the best weights; the optimizer's rate stays
     return {"rows": float(apart), "rate": float(keras.ops.convert_to_numpy(found["own"].learning_rate))}
+
+
+def ftrl():
+    """Each key is once in each batch: Keras' dense gradient of the others would set their rows to zero."""
+    found = []
+    for kind in ("stock", "own"):
+        keras.utils.set_random_seed(0)
+        optimizer = keras.optimizers.Ftrl(0.1, l1_regularization_strength=0.01, l2_regularization_strength=0.3)
+        options = {"optimizer": optimizer} if kind == "own" else {}
+        layer = {"stock": keras.layers.Embedding, "own": vk.Embedding}[kind](4, DIM, **options)
+        model = keras.Sequential([keras.Input((4,), dtype="int32"), layer, keras.layers.Flatten()])
+        model.compile(optimizer, "mse")
+        found.append((model, layer))
+    found[1][1].set_weights(found[0][1].get_weights())
+    for model, _ in found:
+        model.fit(np.tile(np.arange(4), (5, 1)), np.ones((5, 4 * DIM)), batch_size=1, shuffle=False, verbose=0)
+    return {"rows": float(np.abs(found[0][1].get_weights()[0] - found[1][1].get_weights()[0]).max())}
 
 
 def epochs():
@@ -443,7 +462,8 @@ def strings():
 
 
 SCENARIOS = [
-    sgd, sgd_twice, adagrad, adam, momentum, shared, schedule, rate_callback, epochs, lost_update, undifferentiated,
+    sgd, ftrl, sgd_twice,
+    adagrad, adam, momentum, shared, schedule, rate_callback, epochs, lost_update, undifferentiated,
     evaluation, frozen, saving, summary, sixteen_bits, mixed, dynamic, bags, keras_rs_configs, own_configs,
     out_of_range, regularizer, rate_of_the_model, fit_again, jit, unaligned, dataset, strings, partly_lost,
     outside_of_training, persistent_tape, crafted_files,

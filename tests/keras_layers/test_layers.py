@@ -80,6 +80,10 @@ def test_callbacks_that_set_the_rate_reach_the_table(backend: str) -> None:
     assert found["rows"] <= 1e-6
 
 
+def test_ftrl_of_touched_rows_is_that_of_the_stock_layer(backend: str) -> None:
+    assert result(backend, "ftrl")["rows"] <= 2e-6  # roots of n and of n + 2^-23
+
+
 def test_epochs_and_single_batches(backend: str) -> None:
     found = result(backend, "epochs")
     assert found["updates"] == 13

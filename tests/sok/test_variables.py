@@ -106,6 +106,24 @@ def test_another_optimizer_is_found_out() -> None:
         plain_step(tables()[0], tf.keras.optimizers.SGD(0.1))
 
 
+def test_a_table_of_many_features_and_gradients_that_are_not_applied() -> None:
+    """65 lookups of one table in a step raised; 64 steps without an update spoke of lookups without a gradient."""
+    table, optimizer = sok.Variable(np.zeros((4, 2), np.float32)), sok.OptimizerWrapper(sok.SGD(1.0))
+
+    def gradient(count: int) -> Any:
+        with tf.GradientTape() as tape:
+            loss = tf.add_n([tf.reduce_sum(one) for one in sok.lookup_sparse([table] * count, [IDS[:1, None]] * count)])
+        return tape.gradient(loss, table)
+
+    for _ in range(2):
+        optimizer.apply_gradients([(gradient(100), table)])
+    assert table.numpy()[3].tolist() == [-200.0, -200.0]
+    for _ in range(5):
+        gradient(100)
+    with pytest.raises(Exception, match="came and were not applied"):
+        gradient(100)
+
+
 def test_variables_of_16_bits_give_such_vectors() -> None:
     for kind in (tf.float16, tf.bfloat16):
         table = sok.Variable(START, dtype=kind)

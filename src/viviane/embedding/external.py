@@ -52,6 +52,7 @@ class ExternalLookups:
         collection: the tables.
         where: names the layer in errors.
         columns: how a matrix of keys becomes a batch, for callers that have one.
+        most_waiting: lookups of a step; more that wait for their gradients raise.
 
     Example:
         >>> from viviane.config import SGD
@@ -65,11 +66,16 @@ class ExternalLookups:
     """
 
     def __init__(
-        self, collection: TableCollection, where: str = "an embedding layer", columns: KeyColumns | None = None
+        self,
+        collection: TableCollection,
+        where: str = "an embedding layer",
+        columns: KeyColumns | None = None,
+        most_waiting: int = _MOST_WAITING,
     ) -> None:
         self.collection = collection
         self.where = where
         self.columns = columns
+        self.most_waiting = most_waiting
         self.number = next(_numbers)
         """Another one for each object of this process."""
         self.num_updates = 0
@@ -103,7 +109,7 @@ class ExternalLookups:
             LostUpdateError: too many lookups wait for their gradients, or some of a step whose other gradients came.
         """
         with self._lock:
-            if self._waiting and (self._handed or len(self._waiting) >= _MOST_WAITING):
+            if self._waiting and (self._handed or len(self._waiting) >= self.most_waiting):
                 self._lost()
             small = self._small_step(keys) if isinstance(keys, Batch) and not self._waiting else None
             found = None if small is None else small.look_up(keys.one_hot)  # type: ignore[union-attr]

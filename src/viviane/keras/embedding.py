@@ -221,9 +221,9 @@ class Embedding(OneTable):
         embeddings_constraint: None.
         mask_zero: as in Keras: key 0 is masked for the layers that follow.
         weights: initial rows (V, D), or a list of them alone.
-        optimizer: a Keras optimizer or its name (SGD, Adagrad, Adam, AdamW, with Keras' arithmetic, where Adam moves
-            every row in each step), or Viviane's settings such as `viviane.Adam(lr=1e-3)`, which moves touched rows.
-            Pass the object that goes to `compile`: callbacks that set its rate set the table's. None: see
+        optimizer: a Keras optimizer or its name (SGD, Adagrad, Adam, AdamW, Ftrl, with Keras' arithmetic, where Adam
+            moves every row in each step), or Viviane's settings such as `viviane.Adam(lr=1e-3)`, which moves touched
+            rows. Pass the object that goes to `compile`: callbacks that set its rate set the table's. None: see
             `follow_optimizer`.
         row_dtype: of the rows: "float32", "float16", "bfloat16"; 16-bit rows are rounded stochastically.
         table_name: of the table in checkpoints and exports; None takes the layer's name.

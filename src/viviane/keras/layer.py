@@ -24,7 +24,7 @@ from viviane.embedding.external import ExternalLookups, KeyColumns
 from viviane.embedding.whole_keys import array_keys
 from viviane.keras.backends import backend_of, table_device
 from viviane.keras.optimizers import Rule, rule_of
-from viviane.keras.weights import keep_rows, plain_assign, rows_alone
+from viviane.keras.weights import keep_against_arrays, keep_rows, plain_assign, rows_alone
 from viviane.parallel.automatic import make_tables
 from viviane.parallel.start import join_processes
 
@@ -94,6 +94,8 @@ class TableLayer(keras.layers.Layer):
         )
         if self.rule.source is not None and not callable(self.rule.rate):
             _watch_rate(self.rule.source, self.learning_rate)
+        for variable in (self.learning_rate, self.iterations):
+            keep_against_arrays(variable)
         keep_rows(self.anchor, self.where, self._rows, self._restore_rows)
 
     def _fill(self, collection: TableCollection) -> None:
@@ -371,7 +373,7 @@ def _assign_all(assign: Any, rate: Any, value: Any, **options: Any) -> Any:
         variable = watcher()
         if variable is not None:
             # A copy: JAX donates both variables' memory to the compiled step, and refuses to take one buffer twice.
-            variable.assign(np.array(keras.ops.convert_to_numpy(value)))
+            variable.assign(keras.ops.convert_to_tensor(np.array(keras.ops.convert_to_numpy(value))))
     return result
 
 

@@ -7,7 +7,7 @@ from typing import Any, Final, get_args
 
 import keras
 
-from viviane.config.optimizers import SGD, AdaGrad, Adam, AdamW, AnyOptimizer, optimizer_from_dict
+from viviane.config.optimizers import SGD, AdaGrad, Adam, AdamW, AnyOptimizer, Ftrl, optimizer_from_dict
 from viviane.core.errors import ConfigError
 
 _CLIPS: Final = ("clipnorm", "clipvalue", "global_clipnorm")
@@ -118,7 +118,16 @@ def _adamw(config: dict[str, Any], where: str) -> AnyOptimizer:
     )  # fmt: skip
 
 
-_RULES: Final = {"SGD": _sgd, "Adagrad": _adagrad, "Adam": _adam, "AdamW": _adamw}
+def _ftrl(config: dict[str, Any], where: str) -> AnyOptimizer:
+    if config["learning_rate_power"] != -0.5 or config["l2_shrinkage_regularization_strength"]:
+        raise ConfigError("tables have FTRL with learning_rate_power=-0.5 and without shrinkage", where=where)
+    return Ftrl(  # of touched rows alone: Keras' dense gradients set all others to zero in the first step
+        initial_accumulator=config["initial_accumulator_value"], beta=config["beta"],
+        lambda1=config["l1_regularization_strength"], lambda2=2.0 * config["l2_regularization_strength"],
+    )  # fmt: skip
+
+
+_RULES: Final = {"SGD": _sgd, "Adagrad": _adagrad, "Adam": _adam, "AdamW": _adamw, "Ftrl": _ftrl}
 
 
 def for_dynamic(settings: AnyOptimizer) -> AnyOptimizer:

@@ -79,6 +79,19 @@ def keep_rows(
     anchor.numpy, anchor.assign = numpy, assign
 
 
+def keep_against_arrays(variable: Any) -> None:
+    """Let `set_weights`, which assigns arrays, pass a variable by: the rate of a table, and its place in a schedule.
+
+    With the stock layer both are the optimizer's, which callbacks that restore weights leave as it is.
+    """
+    write = variable.assign
+
+    def assign(value: Any) -> Any:
+        return variable if isinstance(value, np.ndarray | np.generic) else write(value)
+
+    variable.assign = assign
+
+
 def rows_alone(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the part of tables' state that is rows: of dynamic tables all of it.
 

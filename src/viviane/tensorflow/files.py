@@ -174,6 +174,7 @@ def _read(file: Path, name: str, kind: int, width: int | None) -> np.ndarray[Any
     dtype = np.dtype(_TYPES[code])
     row_bytes = dtype.itemsize * (width or 1)
     if (len(data) - _HEADER.size) % row_bytes:
-        raise CheckpointError("the file ends in the middle of a row", where=str(file), value=len(data))
+        raise CheckpointError("the file ends in the middle of a row", where=str(file), value=len(data),
+                              allowed=f"{_HEADER.size} bytes and rows of {row_bytes}")  # fmt: skip
     numbers = np.frombuffer(data, dtype, offset=_HEADER.size)
     return numbers if width is None else numbers.reshape(-1, width)

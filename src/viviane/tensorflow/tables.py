@@ -24,8 +24,8 @@ from viviane.embedding.external import ExternalLookups, LostUpdateError
 from viviane.parallel.automatic import make_tables
 from viviane.tensorflow.processes import group
 
-_MOST_EARLY: Final = 256
-_MOST_ENDED: Final = 1024
+_MOST_LOOKUPS: Final = 512
+"""Of a step: all features of one table, over all batches whose gradients a script adds up."""
 _FEATURES = {"sum": "sum", "mean": "mean"}
 
 
@@ -96,7 +96,7 @@ class Table:
         collections = make_tables(
             [self.config], features, rule.model_copy(update={"lr": None}), seed=self.seed, group=together, plan=plan
         )
-        return ExternalLookups(collections, f"variable {self.config.name!r}")
+        return ExternalLookups(collections, f"variable {self.config.name!r}", most_waiting=_MOST_LOOKUPS)
 
     def set_rule(self, rule: AnyOptimizer) -> None:
         """Set the optimizer; the state of another one is discarded."""
@@ -140,11 +140,12 @@ class Table:
             # The keys are another framework's memory, which is gone when the optimizer comes.
             batch = self._batch(values.clone(), offsets.clone(), None if weights is None else weights.clone(), combiner)
             number, self._next = self._next, self._next + 1
+            self._check_applied()
             if not self._ended:
                 self._seen.clear()
             if self.rule is None or not certain:
                 self._early[number] = batch
-                if len(self._early) > _MOST_EARLY:
+                if len(self._early) > _MOST_LOOKUPS:
                     self._early.pop(next(iter(self._early)))
                 return number, self._mine(self.lookups.read(batch), combiner)
             self._numbers[number], flat = self.lookups.begin(batch)
@@ -176,10 +177,17 @@ class Table:
                 "a gradient came for a lookup that does not wait for one", where=where, value=number,
                 fix="apply the gradients of a step after all of them were computed",
             )  # fmt: skip
-        if len(self._ended) >= _MOST_ENDED:
+
+    def _check_applied(self) -> None:
+        """Raise where gradients of many lookups came and no step was made."""
+        if self._ended and max(len(self._early), len(self._numbers)) >= _MOST_LOOKUPS:
+            count = len(self._ended)
             self._ended.clear()
+            self._early.clear()
+            self._numbers.clear()
+            self.lookups.discard()
             raise LostUpdateError(
-                "gradients of rows came and were not applied", where=where, value=_MOST_ENDED,
+                "gradients of rows came and were not applied", where=f"variable {self.config.name!r}", value=count,
                 fix="pass the variable to apply_gradients of a sok.OptimizerWrapper, or within sok.OptimizerScope",
             )  # fmt: skip
 
