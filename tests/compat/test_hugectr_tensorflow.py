@@ -74,11 +74,16 @@ def test_layers_look_up_what_the_parameter_server_has(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.skipif(find_spec("tensorflow") is None, reason="TensorFlow is not installed")
-def test_a_script_finds_sok_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("module", "used"), [("sparse_operation_kit", "DynamicVariable"), ("horovod.tensorflow", "DistributedGradientTape")]
+)
+def test_a_script_finds_what_it_trains_with(
+    module: str, used: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     Path("both.py").write_text(
-        "import hierarchical_parameter_server as hps\nimport sparse_operation_kit as sok\n"
-        "print(hps.LookupLayer, sok.DynamicVariable)\nopen('ended.txt', 'w').close()\n"
+        f"import hierarchical_parameter_server as hps\nimport {module} as other\n"
+        f"print(hps.LookupLayer, other.{used})\nopen('ended.txt', 'w').close()\n"
     )
     result = CliRunner().invoke(app, ["hugectr", "both.py"])
     assert result.exit_code == 0, result.output

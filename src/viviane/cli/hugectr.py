@@ -33,10 +33,11 @@ def command(
 
 
 def _also_sok(script: Path) -> AbstractContextManager[Any]:
-    """Let a script that mentions sparse_operation_kit find Viviane's: some train with SOK and serve by HPS."""
+    """Let a script that mentions sparse_operation_kit or Horovod find Viviane's: some train so and serve by HPS."""
     if find_spec("tensorflow") is None or not script.is_file():
         return nullcontext()
-    if "sparse_operation_kit" not in script.read_text(encoding="utf-8", errors="replace"):
+    text = script.read_text(encoding="utf-8", errors="replace")
+    if "sparse_operation_kit" not in text and "horovod.tensorflow" not in text:
         return nullcontext()
     from viviane.tensorflow.run import installed
 
