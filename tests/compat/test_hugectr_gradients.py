@@ -67,3 +67,21 @@ def test_gradients_that_nobody_asked_for_are_not_kept(tmp_path: Path, monkeypatc
     with pytest.raises(ConfigError, match="gradients were not kept"):
         run_script("script.py")
     close_readers()
+
+
+def test_tensors_that_no_loss_depends_on_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    unused = """
+model.add(hugectr.DenseLayer(hugectr.Layer_t.Slice, ["all"], ["head", "tail"], ranges=[(0, 6), (6, 7)]))
+model.add(hugectr.DenseLayer(hugectr.Layer_t.ReLU, ["tail"], ["positive"]))
+model.compile()
+"""
+    text = SCRIPT.replace("\nmodel.compile()\n", unused).replace("{which}", "Evaluate")
+    Path("script.py").write_text(text.replace(', "table")', ', "table", "head", "positive")'))
+    run_script("script.py")
+    found = np.load("found.npz")
+    np.testing.assert_array_equal(found["head"], found["flat"])
+    np.testing.assert_array_equal(found["positive"], found["all"][:, 6:])
+    Path("wrong.py").write_text(text.replace(', "table")', ', "nothing")'))
+    with pytest.raises(ConfigError, match="no tensor of this name"):
+        run_script("wrong.py")

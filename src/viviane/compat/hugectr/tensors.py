@@ -22,13 +22,31 @@ def tensor_of(model: Model, name: str, batch: Batch) -> NDArray[np.float32]:
     trainer, module = model.trainer, model.module
     assert isinstance(module, GraphModule)
     with evaluating(module), (trainer.precision or Precision("fp32")).context(trainer.device):
-        values = module.tensor(name, batch).float()
+        values = _value(model, module, name, batch).float()
     losses = (node for node in model.nodes if isinstance(node, DenseLayer) and node.type.endswith("Loss"))
     reader = next((node.type for node in losses if node.bottom[0] == name), None)
     if reader is not None:
         values = values.softmax(1) if reader == "CrossEntropyLoss" else values.sigmoid()
     result: NDArray[np.float32] = rows_of_all(values).cpu().numpy()
     return result
+
+
+def _value(model: Model, module: GraphModule, name: str, batch: Batch) -> torch.Tensor:
+    """Return a tensor; a layer that no loss depends on is run for it.
+
+    Raises:
+        ConfigError: the graph has no tensor of this name.
+    """
+    try:
+        return module.tensor(name, batch)
+    except ConfigError:
+        node = next((one for one in model.nodes if isinstance(one, DenseLayer) and name in one.top), None)
+        layer = None if node is None else module._modules.get(node.name)
+        if node is None or layer is None:
+            raise
+    found = layer(*(_value(model, module, one, batch) for one in node.bottom))
+    value: torch.Tensor = found[node.top.index(name)] if isinstance(found, tuple) else found
+    return value
 
 
 _wanted = False
