@@ -116,10 +116,11 @@ def switches(folder: Path, rows: int, share: float, known: bool) -> None:
             PAGE * len(np.unique(random.choice(own, min(count, len(own)), replace=False) * row_bytes // PAGE))
             for own, count in ((np.setdiff1d(keys, before), moved.read), (np.setdiff1d(before, keys), moved.written))
         ]
-        if number >= first_kept:
-            found.append(
-                {"read": moved.read, "written": moved.written, "pages": pages, "seconds": seconds, "disk": rates}
-            )
+        if is_kept:  # the disk is shared: its rates are those before and after the switch
+            rates.append(disk.rates())
+            written, read = np.mean(rates, axis=0).tolist()
+            counts = {"read": moved.read, "written": moved.written, "pages": pages}
+            found.append(counts | {"seconds": seconds, "disk": (written, read)})
         before = keys
         for part in np.array_split(keys, -(-len(keys) // 65_536)):  # a step on every row: all are dirty
             emb({"item": torch.from_numpy(part)}).flat.sum().backward()
