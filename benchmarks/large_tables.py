@@ -152,7 +152,7 @@ def measure_switches(folder: Path, rows: int, limit: int, share: float, known: b
         disk = f"disk {written / 1e9:.2f} GB/s written, {read / 1e9:.2f} read"
         print(f"{one['seconds']:.2f} s, {disk}: {shares[-1]:.1f} %, by pages {of_pages[-1]:.1f} %")
     shape = {"rows": rows, "row_bytes": result["row_bytes"], "share": share, "memory": own}
-    case = f"pass of {share:.0%} of the rows, " + ("passes known ahead" if known else "one pass known")
+    case = f"pass of {share:.0%} of the rows" + (", passes known ahead" if known else "")
     common: dict[str, Any] = {"bench": BENCH, "case": case, "better": "higher", "shape": shape}
     record(**common, metric="of the disk's sequential rate, by rows", value=float(np.median(shares)), unit="%",
            spread=(min(shares), max(shares)), goal=70.0 if known else None)  # fmt: skip

@@ -43,7 +43,8 @@ class Exchange:
 
     Args:
         leaving: ids, (n,), rising.
-        give: writes the rows of some places, (k,), in `leaving` into (k, row_bytes); called once for each place.
+        give: writes the rows of some places, (k,), in `leaving` into (k, row_bytes); called once for each place, from
+            several threads.
         coming: ids, (m,), rising, none of them leaving.
         take: receives some places, (k,), in `coming`, rows, (r, row_bytes), and which lines of these are theirs, (k,).
             The rows are used again.

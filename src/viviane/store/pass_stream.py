@@ -1,11 +1,12 @@
 """Rows of passes that stand beside each other: those that leave are written while those that come are read.
 
-Rows leave and come in rounds: the rows that come in a round take slots that are free by then. A thread reads ahead,
-also for the rounds that follow, while the caller copies rows; what was copied is written by another one.
+Rows leave and come in rounds: the rows that come in a round take slots that are free by then. Threads read ahead and
+write, also for the rounds that follow, while the caller copies the rows that came.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -84,30 +85,23 @@ def stream(
         change, rounds, positions: as of `rounds_of`.
     """
     runs = [run for one in rounds for run in _runs(one.coming, positions, swept.row_bytes)]
-    reading = _Ring(_PIECE_BYTES + swept.row_bytes + 2 * PAGE)
-    widest = max((len(places) for one in rounds for _, places in one.extents), default=0)
-    writing = _Ring(max(EXTENT_BYTES, widest * swept.row_bytes))
+    extents = [extent for one in rounds for extent in one.extents]
+    writer, reading = _Writer(swept, change, extents), _Ring(_PIECE_BYTES + swept.row_bytes + 2 * PAGE)
     reads: list[Future[int]] = []
-    writes: list[Future[int]] = []
-    next_run = 0
-    with ThreadPoolExecutor(_THREADS, "rows in") as reader, ThreadPoolExecutor(_THREADS, "rows out") as writer:
+    next_run = stop = 0
+    with ThreadPoolExecutor(_THREADS, "rows in") as readers, ThreadPoolExecutor(_THREADS, "rows out") as writers:
 
         def begin() -> None:
             if len(reads) < len(runs):
                 part = reading.part(len(reads), runs[len(reads)].num_bytes)
-                reads.append(reader.submit(swept.read, runs[len(reads)].offset, part))
+                reads.append(readers.submit(swept.read, runs[len(reads)].offset, part))
 
         for _ in range(reading.count):
             begin()
+        writes = [writers.submit(writer.write, number) for number in range(len(extents))]
         for one in rounds:
-            for position, places in one.extents:
-                if len(writes) >= writing.count:
-                    writes[-writing.count].result()
-                num_bytes = len(places) * swept.row_bytes
-                part = writing.part(len(writes), -(-num_bytes // PAGE) * PAGE)
-                change.give(places, part[:num_bytes].reshape(-1, swept.row_bytes))
-                writes.append(writer.submit(swept.write, position * swept.row_bytes, part))
-            left = len(one.coming)
+            stop, left = stop + len(one.extents), len(one.coming)
+            writer.wait_given(stop)
             while left:
                 run = runs[next_run]
                 reads[next_run].result()
@@ -115,6 +109,37 @@ def stream(
                 next_run, left = next_run + 1, left - len(run.places)
                 begin()
         return sum(one.result() for one in reads), sum(one.result() for one in writes)
+
+
+class _Writer:
+    """Writes extents, each by a thread that starts them in turn; their rows are given before they are written."""
+
+    def __init__(self, swept: SweptFile, change: Exchange, extents: Sequence[tuple[int, NDArray[np.int64]]]) -> None:
+        self._swept, self._change, self._extents = swept, change, extents
+        widest = max((len(places) for _, places in extents), default=0)
+        self._ring = _Ring(max(EXTENT_BYTES, widest * swept.row_bytes))
+        self._given, self._written = ([threading.Event() for _ in extents] for _ in range(2))
+        self._num_given = 0
+
+    def write(self, number: int) -> int:
+        position, places = self._extents[number]
+        num_bytes = len(places) * self._swept.row_bytes
+        try:
+            if number >= self._ring.count:  # the memory is free again; an earlier thread has it in hand
+                self._written[number - self._ring.count].wait()
+            part = self._ring.part(number, -(-num_bytes // PAGE) * PAGE)
+            self._change.give(places, part[:num_bytes].reshape(-1, self._swept.row_bytes))
+            self._given[number].set()
+            return self._swept.write(position * self._swept.row_bytes, part)
+        finally:  # nobody waits for what failed
+            self._given[number].set()
+            self._written[number].set()
+
+    def wait_given(self, stop: int) -> None:
+        """Return when the rows of the extents before `stop` were given."""
+        for event in self._given[self._num_given : stop]:
+            event.wait()
+        self._num_given = stop
 
 
 @dataclass(frozen=True)
