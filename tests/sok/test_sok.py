@@ -34,6 +34,7 @@ def test_scripts_of_sok_run_and_learn(script: str, tmp_path: Path) -> None:
     environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": "-1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=280, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
+    assert "AutoGraph could not" not in done.stderr
     first, last = (float(word) for word in done.stdout.split("LOSSES")[1].split())
     assert last < 0.8 * first, (first, last)
 

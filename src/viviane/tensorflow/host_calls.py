@@ -32,6 +32,10 @@ def tensorflow() -> Any:
     return require("tensorflow", extra="tensorflow", purpose="viviane.tensorflow")
 
 
+# AutoGraph leaves functions with this attribute as they are: of an import it warns that it has no source.
+tensorflow.autograph_info__ = {}  # type: ignore[attr-defined]
+
+
 def plain_python(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """Let AutoGraph leave a function as it is, when a script calls it inside of `tf.function`."""
 
@@ -44,7 +48,7 @@ def plain_python(function: Callable[_P, _R]) -> Callable[_P, _R]:
             raise
         return result
 
-    call.autograph_info__ = {}  # type: ignore[attr-defined]  # AutoGraph does not convert functions with this attribute
+    call.autograph_info__ = {}  # type: ignore[attr-defined]
     return call
 
 
