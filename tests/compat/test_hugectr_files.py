@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from viviane.compat.hugectr.beside import packages
+from viviane.compat.hugectr.files import write_folder
 from viviane.compat.hugectr.symbols import modules
+from viviane.compat.hugectr.tables import TableRows
 from viviane.core.errors import CheckpointError, ConfigError, DataError
 
 from .test_hugectr_numbers import KEYS, build, norm_file, read_files, sgd
@@ -251,3 +253,11 @@ def test_wrong_capsules_of_dlpack_are_refused(tmp_path: Path) -> None:
     for wrong in (torch.zeros(3), torch.zeros(4, dtype=torch.float64), torch.zeros(4, 2)[:, 0]):
         with pytest.raises(ConfigError, match="does not fit the vectors"):
             found.lookup_fromdlpack(pack(torch.tensor([0, 1])), pack(wrong), "m", 0)
+
+
+def test_slots_of_an_earlier_table_are_removed(tmp_path: Path) -> None:
+    rows = TableRows(np.arange(3), np.ones((3, 2), np.float32), np.arange(3))
+    write_folder(tmp_path / "t", rows)
+    assert (tmp_path / "t/slot_id").exists()
+    write_folder(tmp_path / "t", TableRows(rows.keys[:1], rows.vectors[:1]))
+    assert sorted(one.name for one in (tmp_path / "t").iterdir()) == ["emb_vector", "key"]

@@ -23,7 +23,7 @@ from torch import Tensor
 from viviane.compat.hugectr.columns import Columns, Slot
 from viviane.compat.hugectr.json_files import load as load_json
 from viviane.compat.hugectr.names import graph_name
-from viviane.compat.hugectr.processes import write
+from viviane.compat.hugectr.processes import is_first, write
 from viviane.compat.hugectr.tables import (
     Keys,
     TableRows,
@@ -77,6 +77,8 @@ def write_folder(folder: Path, rows: TableRows) -> None:
     write(folder / "emb_vector", rows.vectors.astype("<f4").tobytes())
     if rows.slots is not None:
         write(folder / "slot_id", rows.slots.astype("<u8").tobytes())
+    elif is_first():
+        (folder / "slot_id").unlink(missing_ok=True)  # of an earlier table, whose keys are gone
 
 
 def load_dense(model: Model, file: str | Path, statistics: str | Path = "") -> None:
