@@ -27,9 +27,9 @@ def on_threads() -> Iterator[Callable[[Callable[[], Any]], list[Any]]]:
 
 
 @pytest.fixture(scope="session")
-def interpreted(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Share]:
+def interpreted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Share]:
     """Returns how a share of the GPU's tests ended in the interpreter, run at most once by all workers together."""
     folder = tmp_path_factory.getbasetemp()
     folder = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "interpreted"
     folder.mkdir(exist_ok=True)
-    return partial(run_share, folder)
+    return partial(run_share, folder, "not slow" not in request.config.option.markexpr)

@@ -22,11 +22,12 @@ class Share(NamedTuple):
     launches: Path
 
 
-def run_share(folder: Path, number: int) -> Share:
+def run_share(folder: Path, whole: bool, number: int) -> Share:
     """Run a share's tests, or return what came of them.
 
     Args:
         folder: that all processes of this test run share.
+        whole: all cases; else half of those of tests with many.
         number: of the share.
     """
     launches, ended = folder / f"launches{number}.jsonl", folder / f"ended{number}.json"
@@ -34,7 +35,8 @@ def run_share(folder: Path, number: int) -> Share:
         fcntl.flock(lock, fcntl.LOCK_EX)  # given back when the file is closed, by the end of the process too
         if not ended.exists():
             command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist"]
-            added = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "VIVIANE_TEST_LAUNCHES": str(launches)}
+            added = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "VIVIANE_TEST_LAUNCHES": str(launches),
+                     "VIVIANE_TEST_HALF": "" if whole else "1"}  # fmt: skip
             done = subprocess.run(
                 [*command, *map(str, SHARES[number])], env={**os.environ, **added}, capture_output=True, text=True,
                 check=False, cwd=ROOT,

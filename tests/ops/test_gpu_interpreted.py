@@ -9,6 +9,7 @@ from tests.ops.interpreted import SHARES
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here: tests/ops/gpu runs on it"),
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton"),
+    pytest.mark.timeout(900),  # a minute each on two cores that do nothing else
 ]
 
 

@@ -6,6 +6,7 @@ Without that variable the tests here are left out; tests/ops/test_gpu_interprete
 
 import os
 import threading
+from collections import Counter
 from functools import cache
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 ON_GPU = torch.cuda.is_available()
+MANY_CASES = 4
 
 if not ON_GPU and os.environ.get("TRITON_INTERPRET") != "1":
     collect_ignore_glob = ["test_*.py"]
@@ -85,3 +87,25 @@ elif not ON_GPU:
 @pytest.fixture
 def device() -> torch.device:
     return torch.device("cuda" if ON_GPU else "cpu")
+
+
+def pytest_collection_modifyitems(config, items):
+    """Leave half the cases of tests with many out of the interpreter, where the slow tests are left out too.
+
+    A case stays if its number has an even count of set bits: of two values that take turns each then comes as often.
+    """
+    if ON_GPU or not os.environ.get("VIVIANE_TEST_HALF"):
+        return
+    kept, dropped, counts = [], [], Counter(_function(item) for item in items)
+    numbers = Counter()
+    for item in items:
+        number = numbers[_function(item)]
+        numbers[_function(item)] += 1
+        stays = counts[_function(item)] < MANY_CASES or number.bit_count() % 2 == 0
+        (kept if stays else dropped).append(item)
+    items[:] = kept
+    config.hook.pytest_deselected(items=dropped)
+
+
+def _function(item):
+    return item.path, getattr(item, "originalname", item.name)
