@@ -128,6 +128,19 @@ def test_a_loaded_state_moves_the_next_step(tmp_path: Path, monkeypatch: pytest.
     assert np.fromfile("a0_opt_sparse_3.model", "<f4").any()
 
 
+def test_files_of_an_optimizer_without_states_are_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = build(norm_file(tmp_path, np.minimum(KEYS, 7)), [], hugectr.CreateOptimizer(hugectr.Optimizer_t.SGD))
+    model.train()
+    model.save_params_to_files("s", 1)
+    assert Path("s0_opt_sparse_1.model").read_bytes() == b""
+    model.load_sparse_optimizer_states(["s0_opt_sparse_1.model"])
+    model.load_dense_optimizer_states("s_opt_dense_1.model")
+    Path("s0_opt_sparse_1.model").write_bytes(bytes(16))
+    with pytest.raises(CheckpointError, match="wrong number of states"):
+        model.load_sparse_optimizer_states(["s0_opt_sparse_1.model"])
+
+
 def test_optimizer_state_of_mixed_precision_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     keys = KEYS.copy()

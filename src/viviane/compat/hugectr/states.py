@@ -119,7 +119,7 @@ def load_sparse_states(
         half = 2 * node.dim * len(names) * max(_capacity(own, names), sum(own.slot_size_array))
         width = 2 if half and path.stat().st_size == half else 4
         rows, rest = divmod(path.stat().st_size, width * node.dim * max(len(names), 1))
-        if rest or rows < len(keys) or (rows and not names):
+        if rest or (rows < len(keys) if names else rows > 0):
             raise CheckpointError("the file has a wrong number of states", where=str(path),
                                   value=path.stat().st_size // width,
                                   allowed=f"{len(names)} x at least {len(keys)} rows of {node.dim}")  # fmt: skip
