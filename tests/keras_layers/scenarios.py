@@ -99,7 +99,10 @@ def rate_callback():
         found[kind] = layer
     apart = np.abs(found["own"].get_weights()[0] - found["stock"].get_weights()[0]).max()
     model.set_weights(before)  # as callbacks do that restore the best weights; the optimizer's rate stays
-    return {"rows": float(apart), "rate": float(keras.ops.convert_to_numpy(found["own"].learning_rate))}
+    _, layer = network("own", SGD(lr=0.1))
+    layer.learning_rate.assign(np.float32(0.5))
+    rates = [float(keras.ops.convert_to_numpy(one.learning_rate)) for one in (found["own"], layer)]
+    return {"rows": float(apart), "rate": rates[0], "own_rate": rates[1]}
 
 
 def ftrl():

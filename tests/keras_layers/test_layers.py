@@ -77,6 +77,7 @@ def test_a_layer_called_twice_updates_once_a_step(backend: str) -> None:
 def test_callbacks_that_set_the_rate_reach_the_table(backend: str) -> None:
     found = result(backend, "rate_callback")
     assert found["rate"] == pytest.approx(0.025)
+    assert found["own_rate"] == 0.5  # an array that a user assigns is taken where the layer follows no optimizer
     assert found["rows"] <= 1e-6
 
 

@@ -95,7 +95,7 @@ class TableLayer(keras.layers.Layer):
         if self.rule.source is not None and not callable(self.rule.rate):
             _watch_rate(self.rule.source, self.learning_rate)
         for variable in (self.learning_rate, self.iterations):
-            keep_against_arrays(variable)
+            keep_against_arrays(variable, lambda: self.rule.source is not None)
         keep_rows(self.anchor, self.where, self._rows, self._restore_rows)
 
     def _fill(self, collection: TableCollection) -> None:

@@ -79,15 +79,19 @@ def keep_rows(
     anchor.numpy, anchor.assign = numpy, assign
 
 
-def keep_against_arrays(variable: Any) -> None:
+def keep_against_arrays(variable: Any, follows: Callable[[], bool]) -> None:
     """Let `set_weights`, which assigns arrays, pass a variable by: the rate of a table, and its place in a schedule.
 
     With the stock layer both are the optimizer's, which callbacks that restore weights leave as it is.
+
+    Args:
+        variable: of the layer.
+        follows: whether the layer follows an optimizer now, whose rate is the one to set.
     """
     write = variable.assign
 
     def assign(value: Any) -> Any:
-        return variable if isinstance(value, np.ndarray | np.generic) else write(value)
+        return variable if isinstance(value, np.ndarray | np.generic) and follows() else write(value)
 
     variable.assign = assign
 
