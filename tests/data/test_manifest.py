@@ -211,6 +211,15 @@ def test_file_lists_found_in_a_folder_name_files_of_it(tmp_path: Path) -> None:
         read_file_list(listed)
 
 
+@pytest.mark.parametrize("count", ["9" * 5000, "9" * 40, "\u00b2", "\u0661", "-1", "2", "", "x"])
+def test_counts_of_file_lists(tmp_path: Path, count: str) -> None:
+    """Python makes no number of 5,000 digits, nor of a superscript."""
+    (tmp_path / "one").write_text("")
+    (tmp_path / "list").write_text(f"{count}\none\n", encoding="utf-8")
+    with pytest.raises(DataError, match="first line of a file list must be the number of files"):
+        read_file_list(tmp_path / "list")
+
+
 def test_metadata_of_hugectr_names_files_of_its_folder(tmp_path: Path) -> None:
     data = make(tmp_path / "set", "hugectr-parquet")
     for name in ("manifest.json", "file_list.txt"):

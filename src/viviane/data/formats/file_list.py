@@ -61,7 +61,7 @@ def lines_of_list(path: Path) -> tuple[int, list[str]]:
         raise DataError("not a file list", where=str(path), value=str(error)) from error
     names = [line.strip() for line in lines[1:] if line.strip()]
     count = lines[0].strip() if lines else ""
-    if not count.isdigit():
+    if not (count.isascii() and count.isdigit() and len(count) < _LONGEST_COUNT):
         raise _wrong_count(path, count, len(names))
     if not names:
         raise DataError("the file list names no files", where=str(path))
