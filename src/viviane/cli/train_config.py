@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 
 from viviane.config import Adam, OptimizerSettings, Solver
 from viviane.config.base import Settings, load_json
+from viviane.core.digits import number_in
 from viviane.core.errors import ConfigError, suggest
 from viviane.core.json_files import json_or_text
 from viviane.data import DataPasses, Dataset, NegativeDataset, Negatives
@@ -240,7 +241,8 @@ def _step(place: Any, part: str, path: str) -> Any:
 
 
 def _index(place: list[Any], part: str, path: str) -> int:
-    if not part.isdigit() or int(part) >= len(place):
+    number = number_in(part)
+    if number is None or number >= len(place):
         allowed = f"a number below {len(place)}"
         raise ConfigError("no such element of the list", where=f"--set {path}", value=part, allowed=allowed)
-    return int(part)
+    return number

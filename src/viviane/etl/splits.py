@@ -13,6 +13,7 @@ from typing import Annotated, Any, Final, Literal, TypeAlias
 from pydantic import Field, model_validator
 
 from viviane.config.base import Settings
+from viviane.core.digits import number_in
 from viviane.core.errors import ConfigError
 from viviane.core.locations import AnyPath
 from viviane.etl.config import EtlConfig
@@ -116,11 +117,18 @@ def parse_split(text: str) -> HashSplit | TimeSplit | FileSplit | RowSplit:
     if len({name for name, _ in items}) != len(items):
         raise ConfigError("a split names a part twice", value=text)
     if sign == "@":
-        data["starts"] = {name: int(value) if value.lstrip("-").isdigit() else value for name, value in items}
+        data["starts"] = {name: _number_or_text(value) for name, value in items}
     else:
         data["parts"] = dict(items)
     kinds: dict[str, type[HashSplit | TimeSplit | RowSplit]] = {"hash": HashSplit, "time": TimeSplit, "rows": RowSplit}
     return kinds[kind].from_dict(data, where="split")
+
+
+def _number_or_text(value: str) -> int | str:
+    number = number_in(value.removeprefix("-"))
+    if number is None:
+        return value
+    return -number if value.startswith("-") else number
 
 
 def part_names(split: Split | None, default: str) -> list[str]:

@@ -12,6 +12,7 @@ from typing import ClassVar, Protocol
 
 from torch import Tensor
 
+from viviane.core.digits import number_in
 from viviane.core.errors import ConfigError
 from viviane.core.registry import Registry
 
@@ -101,9 +102,10 @@ class MetricName:
         """
         front, colon, group = name.partition(":")
         base, at, text = front.partition("@")
-        if (at and (not text.isdigit() or int(text) < 1)) or (colon and not group):
+        number = number_in(text)
+        if (at and not number) or (colon and not group):
             raise ConfigError("not a valid metric name", value=name, allowed="name, name:column or name@k:column")
-        return cls(base, int(text) if at else None, group or None)
+        return cls(base, number if at else None, group or None)
 
     @property
     def kind(self) -> type[Metric]:

@@ -10,6 +10,7 @@ from typing import Any, Final, Literal
 
 import numpy as np
 
+from viviane.core.digits import number_in
 from viviane.core.errors import ConfigError, StoreError
 from viviane.core.optional import require
 from viviane.ops.resp import RowReplies, key_elements, sealed_rows
@@ -356,8 +357,9 @@ class RedisTier:
 
 def _place(text: str) -> tuple[str, int]:
     host, _, port = text.strip().rpartition(":")
-    if not host or not port.isdigit() or "@" in text or not 0 < int(port) < 65536:
+    number = number_in(port)
+    if not host or number is None or "@" in text or not 0 < number < 65536:
         shown = text.rsplit("@", maxsplit=1)[-1]
         raise ConfigError("not the address of a Redis server", value=shown, allowed="host:port",
                           fix="user and password come from the environment")  # fmt: skip
-    return host, int(port)
+    return host, number

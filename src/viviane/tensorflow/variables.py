@@ -14,6 +14,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 
+from viviane.core.digits import number_in
 from viviane.core.errors import ConfigError, expect
 from viviane.core.logging import get_logger
 from viviane.core.whole_numbers import whole_numbers
@@ -80,10 +81,11 @@ def _process(mode: str | None) -> int | None:
     optional("mode", mode, str)
     if mode in (None, "distributed"):
         return None
-    if isinstance(mode, str) and mode.startswith("localized:") and mode[10:].isdigit():
-        if int(mode[10:]) >= size():
+    process = number_in(mode[10:]) if isinstance(mode, str) and mode.startswith("localized:") else None
+    if process is not None:
+        if process >= size():
             raise ConfigError("no such process", where="mode", value=mode, allowed=f"localized:0 to {size() - 1}")
-        return int(mode[10:])
+        return process
     raise ConfigError("no such mode", value=mode, allowed="'distributed', 'localized:<process>'")
 
 

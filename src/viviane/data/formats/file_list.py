@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
+from viviane.core.digits import number_in
 from viviane.core.errors import DataError
 from viviane.core.files import write_bytes_atomic
 
@@ -61,11 +62,12 @@ def lines_of_list(path: Path) -> tuple[int, list[str]]:
         raise DataError("not a file list", where=str(path), value=str(error)) from error
     names = [line.strip() for line in lines[1:] if line.strip()]
     count = lines[0].strip() if lines else ""
-    if not (count.isascii() and count.isdigit() and len(count) < _LONGEST_COUNT):
-        raise _wrong_count(path, count, len(names))
+    number = number_in(count)
+    if number is None:
+        raise _wrong_count(path, count[:_LONGEST_COUNT], len(names))
     if not names:
         raise DataError("the file list names no files", where=str(path))
-    return int(count), names
+    return number, names
 
 
 def _wrong_count(path: Path, count: str, lines: int) -> DataError:

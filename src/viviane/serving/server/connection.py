@@ -8,6 +8,7 @@ from collections.abc import Callable
 from math import inf
 from typing import Any, Final, Protocol
 
+from viviane.core.digits import number_in
 from viviane.core.optional import require
 from viviane.serving.server.settings import ServerSettings
 
@@ -225,7 +226,8 @@ class _Limits(_NEXT):  # type: ignore[misc]
 
     def _body_is_short(self) -> bool:
         lengths = [value for name, value in self.headers if name == b"content-length"]
-        return len(lengths) == 1 and lengths[0].isdigit() and int(lengths[0]) <= _SHORT_BODY_BYTES
+        length = number_in(lengths[0]) if len(lengths) == 1 else None
+        return length is not None and length <= _SHORT_BODY_BYTES
 
     def _answer_overloaded(self, *, keep: bool) -> None:
         """Refuse a request without the cycle that uvicorn makes of one."""
