@@ -157,47 +157,6 @@ def _drawn(shape: Any, initializer: Any) -> Any:
     return initializer(tuple(number("shape", one, int) for one in listed("shape", shape)), dtype="float32")
 
 
-def _dynamic_variable(
-    dimension: int,
-    initializer: Any = None,
-    var_type: str | None = None,
-    name: str | None = None,
-    constraint: Any = None,
-    trainable: bool = True,
-    key_type: Any = None,
-    dtype: Any = None,
-    mode: str | None = None,
-    *,
-    seed: int = 0,
-    **options: Any,
-) -> Any:
-    """Make what DynamicVariable(...) is."""
-    for what, value in (("var_type", var_type), ("name", name)):
-        optional(what, value, str)
-    expect("trainable", trainable, bool)
-    expect("dimension", dimension, int, np.integer)
-    if not 1 <= dimension < 2**31:
-        raise ConfigError("no such dimension", value=dimension, allowed="1 or more")
-    kind = var_type or "hybrid"
-    if kind not in ("hbm", "hybrid"):
-        raise ConfigError("no such var_type", value=kind, allowed="'hbm', 'hybrid'")
-    if constraint is not None:
-        raise ConfigError("rows have no constraints", where="DynamicVariable")
-    if dtype is not None and type_name("dtype", dtype) != "float32":
-        raise ConfigError("dynamic rows are float32", value=str(dtype))
-    if key_type is not None and type_name("key_type", key_type) not in ("int32", "int64"):
-        raise ConfigError("no such type of keys", value=str(key_type), allowed="int32, int64")
-    name = name or f"sok_dynamic_Variable_{next(_dynamic)}"
-    config = DynamicTableConfig(
-        name=name, dim=dimension, init=_law(initializer, kind), absent="initial", **_options(kind, options, name)
-    )
-    own = tensorflow().as_dtype("int64" if key_type is None else key_type)
-    process = _process(mode)
-    if process is None:  # the next one: tables are made in one order in all processes
-        process = next(_placed) % size()
-    return _wrap(Table(config, process, seed), trainable, mode, own)
-
-
 class DynamicVariable(metaclass=_ByTable):
     """A table that grows with its keys as a variable.
 
@@ -235,9 +194,30 @@ class DynamicVariable(metaclass=_ByTable):
         **options: Any,
     ) -> Any:
         """Return the variable, one of TensorFlow's: `isinstance` knows it by its table."""
-        return _dynamic_variable(
-            dimension, initializer, var_type, name, constraint, trainable, key_type, dtype, mode, seed=seed, **options
-        )  # fmt: skip
+        for what, value in (("var_type", var_type), ("name", name)):
+            optional(what, value, str)
+        expect("trainable", trainable, bool)
+        expect("dimension", dimension, int, np.integer)
+        if not 1 <= dimension < 2**31:
+            raise ConfigError("no such dimension", value=dimension, allowed="1 or more")
+        kind = var_type or "hybrid"
+        if kind not in ("hbm", "hybrid"):
+            raise ConfigError("no such var_type", value=kind, allowed="'hbm', 'hybrid'")
+        if constraint is not None:
+            raise ConfigError("rows have no constraints", where="DynamicVariable")
+        if dtype is not None and type_name("dtype", dtype) != "float32":
+            raise ConfigError("dynamic rows are float32", value=str(dtype))
+        if key_type is not None and type_name("key_type", key_type) not in ("int32", "int64"):
+            raise ConfigError("no such type of keys", value=str(key_type), allowed="int32, int64")
+        name = name or f"sok_dynamic_Variable_{next(_dynamic)}"
+        config = DynamicTableConfig(
+            name=name, dim=dimension, init=_law(initializer, kind), absent="initial", **_options(kind, options, name)
+        )
+        own = tensorflow().as_dtype("int64" if key_type is None else key_type)
+        process = _process(mode)
+        if process is None:  # the next one: tables are made in one order in all processes
+            process = next(_placed) % size()
+        return _wrap(Table(config, process, seed), trainable, mode, own)
 
 
 def _law(given: Any, kind: str) -> Any:
