@@ -1,4 +1,4 @@
-"""HPS's layers for TensorFlow; without TensorFlow, what a script is told."""
+"""HPS's layers for TensorFlow, and the error where TensorFlow is not installed."""
 
 import json
 from importlib.util import find_spec

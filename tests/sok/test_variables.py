@@ -89,8 +89,8 @@ def plain_step(table: Any, optimizer: Any) -> None:
     optimizer.apply_gradients([(tape.gradient(loss, table), table)])
 
 
-def test_another_optimizer_is_found_out() -> None:
-    """It moved the number and no row, and nothing said so."""
+def test_an_optimizer_without_a_wrapper_raises() -> None:
+    """It changed the variable's own number, updated no row, and raised nothing."""
 
     class Plain:  # moves variables by their handle, as the optimizers of Keras 2 do
         def apply_gradients(self, pairs: Any) -> None:

@@ -175,19 +175,19 @@ class _TableMove:
         """Of each new row, how many changed rows must have left when it takes its slot."""
 
     def run(self, later: RowSets | None) -> None:
-        swept = None
+        came = None
         if later is not None:
             change = Exchange(
                 self._leaving, self._give, self._coming, self._take, self._left_before, next_use(self._leaving, later)
             )  # fmt: skip
-            swept = self._table.exchange(change)
+            came = self._table.exchange(change)
         # All is written before anything is read: a disk goes through its file once in each direction.
-        for low in range(0, len(self._leaving) if swept is None else 0, PIECE_ROWS):
+        for low in range(0, len(self._leaving) if came is None else 0, PIECE_ROWS):
             places = np.arange(low, min(low + PIECE_ROWS, len(self._leaving)))
             rows = self._group.layout.empty(len(places))
             self._give(places, rows)
             self._table.put(self._leaving[places], rows)
-        rest = np.arange(len(self._coming)) if swept is None else np.flatnonzero(~swept)
+        rest = np.arange(len(self._coming)) if came is None else np.flatnonzero(~came)
         for low in range(0, len(rest), PIECE_ROWS):
             part = rest[low : low + PIECE_ROWS]
             rows = self._group.layout.zeros(len(part))

@@ -52,7 +52,7 @@ class Memory(Protocol):
         """Write a float32."""
 
     def work(self, frame: int) -> AbstractContextManager[Any]:
-        """Compute for a call, given its frame, in the order in which XLA computes."""
+        """Return a context for the work of a call, given its frame, which orders it with XLA's."""
 
 
 class HostMemory:
@@ -81,16 +81,16 @@ class HostMemory:
         ctypes.c_float.from_address(address).value = value
 
     def work(self, frame: int) -> AbstractContextManager[Any]:
-        """Compute at once."""
+        """Return a context that does nothing: work on a CPU is done when it is asked for."""
         return _AT_ONCE
 
 
 class DeviceMemory:
     """Buffers on a GPU.
 
-    A call of the handler is made when XLA puts the work into its stream, so that torch's work of the call follows there
-    what computes the buffers. Tables are also read from torch's own stream, as when they are saved: both wait for each
-    other.
+    XLA calls the handler when it enqueues work on its stream. Torch's kernels of the call go to the same stream, and
+    run after those that compute the buffers. Tables are also read in torch's default stream, as when they are saved;
+    the two streams wait for each other.
 
     Args:
         device: on which JAX computes.
@@ -130,7 +130,10 @@ class DeviceMemory:
 
     @contextmanager
     def work(self, frame: int) -> Iterator[None]:
-        """Compute in XLA's stream, after what torch's own stream has been given, which goes on after it."""
+        """Return a context for the work of a call in XLA's stream.
+
+        Work given to torch's default stream before comes first; what is given to it later waits for the call.
+        """
         with torch.cuda.device(self._device):
             own, stream = torch.cuda.default_stream(), self._stream(_stream_address(frame))
             stream.wait_stream(own)

@@ -1,4 +1,4 @@
-"""Where rows stand behind the ids of a file: those that the same later pass needs, beside each other."""
+"""Positions of rows in a file, where rows that the same later pass needs lie beside each other behind all others."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class PassArea:
         self._before = -(-num_ids // extent_rows)
         self._most = max(0, min(2 * self._before + 64, _MOST_POSITIONS // extent_rows))
         self._place_of: NDArray[np.int32] = reserved(num_ids, torch.int32).numpy()
-        """Of each id 1 + its position behind the part of the ids; 0: it stands there."""
+        """For each id, 1 + its position counted from the first extent; 0: its row is at the position of its id."""
         self._in_use = np.zeros(self._most, np.int64)
         self._begun = 0
         self._free: list[int] = []
