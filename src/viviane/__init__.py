@@ -22,7 +22,18 @@ if TYPE_CHECKING:
     from viviane import export, nn, optim, retrieval, zoo
     from viviane.batch import Bag, Batch
     from viviane.config import Solver
-    from viviane.config.optimizers import SGD, AdaGrad, Adam, AdamW, Ftrl, Lamb, RMSProp, RowWiseAdam
+    from viviane.config.optimizers import (
+        SGD,
+        Adadelta,
+        AdaGrad,
+        Adam,
+        Adamax,
+        AdamW,
+        Ftrl,
+        Lamb,
+        RMSProp,
+        RowWiseAdam,
+    )  # fmt: skip
     from viviane.core.errors import VivianeError
     from viviane.data import DataPass, DataPasses, Dataset, write_dataset
     from viviane.embedding import EmbeddingBag, EmbeddingCollection, FeatureConfig, TableConfig
@@ -39,8 +50,10 @@ if TYPE_CHECKING:
 __all__ = [
     "SGD",
     "AdaGrad",
+    "Adadelta",
     "Adam",
     "AdamW",
+    "Adamax",
     "Bag",
     "Batch",
     "CTRClassifier",
@@ -85,7 +98,18 @@ __all__ = [
 _HOMES: Final = {
     "viviane.batch": ("Bag", "Batch"),
     "viviane.config": ("Solver",),
-    "viviane.config.optimizers": ("SGD", "AdaGrad", "Adam", "AdamW", "Ftrl", "Lamb", "RMSProp", "RowWiseAdam"),
+    "viviane.config.optimizers": (
+        "SGD",
+        "AdaGrad",
+        "Adadelta",
+        "Adam",
+        "AdamW",
+        "Adamax",
+        "Ftrl",
+        "Lamb",
+        "RMSProp",
+        "RowWiseAdam",
+    ),
     "viviane.core.errors": ("VivianeError",),
     "viviane.data": ("DataPass", "DataPasses", "Dataset", "write_dataset"),
     "viviane.embedding": ("EmbeddingBag", "EmbeddingCollection", "FeatureConfig", "TableConfig"),

@@ -5,7 +5,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from viviane.config.optimizers import SGD, AdaGrad, Adam, AdamW, Ftrl, Lamb, RMSProp, RowWiseAdam
+from viviane.config.optimizers import (
+    SGD,
+    Adadelta,
+    AdaGrad,
+    Adam,
+    Adamax,
+    AdamW,
+    Ftrl,
+    Lamb,
+    RMSProp,
+    RowWiseAdam,
+)  # fmt: skip
 from viviane.core.errors import VivianeError
 from viviane.ops.row_update import Entries, Scratch, initial_state, reference, state_shape, sum_rows, update_rows
 from viviane.ops.row_update.rounding import noise, round_bfloat16, round_float16
@@ -24,6 +35,8 @@ RULES = [
     Adam(update="global", epsilon=1e-3, epsilon_inside_root=True),
     Adam(update="lazy_global"),
     Adam(update="lazy_global", beta1=0.0),
+    Adamax(epsilon=1e-3, weight_decay=0.1),
+    Adadelta(epsilon=0.01, clip_row_norm=1.0),
     AdamW(weight_decay=0.1, clip_row_norm=1.0),
     AdamW(update="global", epsilon=1e-3, epsilon_inside_root=True),
     RowWiseAdam(epsilon=1e-3, weight_decay=0.1),

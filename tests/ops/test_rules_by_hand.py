@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from viviane.config import SGD, AdaGrad, Adam, AdamW, Ftrl, Lamb, RMSProp, RowWiseAdam
+from viviane.config import SGD, Adadelta, AdaGrad, Adam, Adamax, AdamW, Ftrl, Lamb, RMSProp, RowWiseAdam
 from viviane.ops.row_update import Entries, initial_state, reference, state_shape
 
 # Numbers below have eight digits; an epsilon of 1e-7 moves the seventh.
@@ -42,6 +42,10 @@ CASES = {
     "row-wise adagrad": (AdaGrad(row_wise=True), [[3.0, 1.0]], {}, [0.86583593, 0.95527864]),
     "rmsprop": (RMSProp(), [[0.5]], {}, [0.68377243]),
     "adam": (Adam(), [[0.5]], {}, [0.9]),
+    # u: 0.5, then max(0.9 * 0.5, 0.1); m: 0.25, then 0.175; w -= 0.1 m / (1 - 0.5^t) / u
+    "adamax": (Adamax(beta1=0.5, beta2=0.9), [[0.5], [0.1]], {}, [0.84814815]),
+    # s = 0.25 / 20 = epsilon: d = sqrt(1 / 2) g
+    "adadelta": (Adadelta(epsilon=0.0125), [[0.5]], {}, [0.96464466]),
     # w = 1 - 0.1 * 0.2, then Adam's first step of 0.1
     "adamw": (AdamW(weight_decay=0.2), [[0.5]], {}, [0.88]),
     "adamw, a row that rests keeps its weight": (AdamW(weight_decay=0.2), [[0.5], None], {}, [0.88]),

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from viviane.config import SGD, AdaGrad, Adam, AdamW, Ftrl, Lamb, RMSProp, Solver
+from viviane.config import SGD, Adadelta, AdaGrad, Adam, Adamax, AdamW, Ftrl, Lamb, RMSProp, Solver
 from viviane.optim import LearningRateSchedule, build_dense_optimizer
 
 LR, SMALL = 0.05, 2.0**-23
@@ -45,6 +45,19 @@ def adam(w, g, s, t):
     return w - LR * math.sqrt(1 - 0.999**t) / (1 - 0.9**t) * s["m"] / (np.sqrt(s["v"]) + 1e-7)
 
 
+def adamax(w, g, s, t):
+    s["m"] = 0.9 * s.get("m", 0.0) + 0.1 * g
+    s["u"] = np.maximum(0.99 * s.get("u", 0.0), np.abs(g))
+    return w - LR / (1 - 0.9**t) * s["m"] / (s["u"] + 1e-7)
+
+
+def adadelta(w, g, s, t):
+    s["s"] = 0.95 * s.get("s", 0.0) + 0.05 * g**2
+    d = np.sqrt(s.get("r", 0.0) + 1e-7) / np.sqrt(s["s"] + 1e-7) * g
+    s["r"] = 0.95 * s.get("r", 0.0) + 0.05 * d**2
+    return w - LR * d
+
+
 def adamw(w, g, s, t):
     return adam(w * (1 - LR * 0.2), g, s, t)
 
@@ -72,6 +85,8 @@ RULES = {
     "adagrad": (AdaGrad(initial_accumulator=0.1), adagrad),
     "rmsprop": (RMSProp(decay=0.9), rmsprop),
     "adam": (Adam(), adam),
+    "adamax": (Adamax(beta2=0.99), adamax),
+    "adadelta": (Adadelta(), adadelta),
     "adamw": (AdamW(weight_decay=0.2), adamw),
     "lamb": (Lamb(weight_decay=0.2), lamb),
     "ftrl": (Ftrl(initial_accumulator=0.1, beta=0.5, lambda1=0.3, lambda2=0.2), ftrl),

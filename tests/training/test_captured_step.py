@@ -9,7 +9,7 @@ from click_model import SCHEMA, ClickModel, columns, make_trainer, tensors_of
 from torch import Tensor, nn
 
 from viviane.batch import Batch
-from viviane.config import SGD, AdaGrad, Adam, Ftrl, RMSProp, Solver
+from viviane.config import SGD, Adadelta, AdaGrad, Adam, Adamax, Ftrl, RMSProp, Solver
 from viviane.core.errors import ConfigError, KeyRangeError, NumericsError
 from viviane.training import Trainer
 from viviane.training.graph.static_batch import StaticBatch, batch_shape
@@ -23,6 +23,8 @@ RULES = {
     "nesterov": SGD(momentum=0.9, nesterov=True),
     "adagrad": AdaGrad(initial_accumulator=0.1),
     "rmsprop": RMSProp(epsilon_inside_root=True),
+    "adamax": Adamax(),
+    "adadelta": Adadelta(),
     "adam": Adam(weight_decay=1e-3),
     "ftrl": Ftrl(lambda1=1e-3, lambda2=0.1, beta=1.0),
 }

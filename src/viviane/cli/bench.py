@@ -38,8 +38,8 @@ def command(
     optimizer: Annotated[
         str | None,
         typer.Option(
-            help="sgd, adagrad, row_wise_adagrad, rmsprop, adam, adamw, row_wise_adam, lamb or ftrl; several with "
-            "commas, train takes one."
+            help="sgd, adagrad, row_wise_adagrad, rmsprop, adam, adamw, adamax, adadelta, row_wise_adam, lamb or "
+            "ftrl; several with commas, train takes one."
         ),
     ] = None,
     model: Annotated[str, typer.Option(help="train: a model of the zoo.")] = "dlrm",

@@ -11,8 +11,10 @@ from viviane.core.lazy_names import lazy_names
 if TYPE_CHECKING:
     from viviane.config.optimizers import (
         SGD,
+        Adadelta,
         AdaGrad,
         Adam,
+        Adamax,
         AdamW,
         AnyOptimizer,
         Ftrl,
@@ -23,8 +25,8 @@ if TYPE_CHECKING:
     )
     from viviane.config.solver import Solver
 else:
-    _OPTIMIZERS = ("SGD", "AdaGrad", "Adam", "AdamW", "AnyOptimizer", "Ftrl", "Lamb", "OptimizerSettings", "RMSProp",
-                   "RowWiseAdam")  # fmt: skip
+    _OPTIMIZERS = ("SGD", "AdaGrad", "Adadelta", "Adam", "AdamW", "Adamax", "AnyOptimizer", "Ftrl", "Lamb",
+                   "OptimizerSettings", "RMSProp", "RowWiseAdam")  # fmt: skip
     __getattr__, __dir__ = lazy_names(
         __name__, {"viviane.config.optimizers": _OPTIMIZERS, "viviane.config.solver": ("Solver",)}
     )
@@ -32,8 +34,10 @@ else:
 __all__ = [
     "SGD",
     "AdaGrad",
+    "Adadelta",
     "Adam",
     "AdamW",
+    "Adamax",
     "AnyOptimizer",
     "Ftrl",
     "Lamb",

@@ -10,6 +10,9 @@ The arithmetic, with g the gradient, t the step from 1, and epsilon outside the 
     RMSProp       s = decay s + (1 - decay) g^2;  w -= lr g / (sqrt(s) + epsilon)
     Adam          m, v: running means of g, g^2
                   a = lr sqrt(1 - beta2^t) / (1 - beta1^t);  w -= a m / (sqrt(v) + epsilon)
+    Adamax        m as Adam's;  u = max(beta2 u, |g|);  w -= lr / (1 - beta1^t) m / (u + epsilon)
+    Adadelta      s = decay s + (1 - decay) g^2;  d = sqrt(r + epsilon) / sqrt(s + epsilon) g
+                  r = decay r + (1 - decay) d^2;  w -= lr d
     AdamW         w -= lr weight_decay w, then Adam's step without weight decay in the gradient
     RowWiseAdam   tables only: Adam with v = beta2 v + (1 - beta2) mean of g^2 over the row, one number per row
     Lamb          m, v as Adam's;  u = (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + epsilon) + weight_decay w
@@ -32,8 +35,9 @@ Embedding tables: gradients of a key that occurs several times in a batch are su
 For SGD without momentum, AdaGrad and Ftrl a row without gradient does not change in any mode. Bias correction uses the
 step count of the table.
 
-Sources: Kingma and Ba 2015 (Adam); Duchi et al. 2011 (AdaGrad); Loshchilov and Hutter 2019 (AdamW); You et al. 2020
-(LAMB); McMahan et al. 2013 (FTRL); Tieleman and Hinton 2012 (RMSProp); HugeCTR's update rules.
+Sources: Kingma and Ba 2015 (Adam, Adamax); Zeiler 2012 (Adadelta); Duchi et al. 2011 (AdaGrad); Loshchilov and Hutter
+2019 (AdamW); You et al. 2020 (LAMB); McMahan et al. 2013 (FTRL); Tieleman and Hinton 2012 (RMSProp); HugeCTR's update
+rules.
 """
 
 from __future__ import annotations
@@ -110,6 +114,23 @@ class Adam(_Optimizer):
     update: Literal["local", "global", "lazy_global"] = "local"
 
 
+class Adamax(_Optimizer):
+    """Adamax: m as Adam's; u = max(beta2 u, |g|); w -= lr / (1 - beta1^t) m / (u + epsilon)."""
+
+    type: Literal["adamax"] = "adamax"
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    beta2: float = Field(default=0.999, ge=0, lt=1)
+    epsilon: float = Field(default=1e-7, gt=0)
+
+
+class Adadelta(_Optimizer):
+    """Adadelta: s = decay s + (1 - decay) g^2; d = sqrt(r + e) / sqrt(s + e) g; r as s, of d; w -= lr d."""
+
+    type: Literal["adadelta"] = "adadelta"
+    decay: float = Field(default=0.95, ge=0, lt=1)
+    epsilon: float = Field(default=1e-7, gt=0)
+
+
 class AdamW(_Optimizer):
     """Adam with decoupled weight decay: w -= lr weight_decay w, then Adam's step; in tables, only of updated rows."""
 
@@ -152,7 +173,7 @@ class Ftrl(_Optimizer):
     lambda2: float = Field(default=0.0, ge=0)
 
 
-AnyOptimizer = SGD | AdaGrad | RMSProp | Adam | AdamW | RowWiseAdam | Lamb | Ftrl
+AnyOptimizer = SGD | AdaGrad | RMSProp | Adam | AdamW | RowWiseAdam | Lamb | Ftrl | Adamax | Adadelta
 OptimizerSettings = Annotated[AnyOptimizer, Field(discriminator="type")]
 
 
@@ -165,7 +186,10 @@ def optimizer_from_dict(data: Any, where: str | None = None) -> AnyOptimizer:
 _BY_TYPE: Final[dict[str, type[AnyOptimizer]]] = {
     kind.model_fields["type"].default: kind for kind in get_args(AnyOptimizer)
 }
-_TORCH_NAMES: Final = {"adam": "Adam", "adamw": "AdamW", "sgd": "SGD", "adagrad": "AdaGrad", "rmsprop": "RMSProp"}
+_TORCH_NAMES: Final = {
+    "adam": "Adam", "adamw": "AdamW", "sgd": "SGD", "adagrad": "AdaGrad", "rmsprop": "RMSProp", "adamax": "Adamax",
+    "adadelta": "Adadelta",
+}  # fmt: skip
 
 
 def optimizer_settings(given: Any, where: str = "optimizer") -> AnyOptimizer:

@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from viviane.config import SGD, AdaGrad, Adam, AdamW, Ftrl, Lamb, RMSProp, RowWiseAdam
+from viviane.config import SGD, Adadelta, AdaGrad, Adam, Adamax, AdamW, Ftrl, Lamb, RMSProp, RowWiseAdam
 from viviane.core.errors import VivianeError
 from viviane.ops.dispatch import use_implementation
 from viviane.ops.row_update import (
@@ -41,6 +41,8 @@ RULES = {
     "adam, beta 0": Adam(beta1=0.0, epsilon=0.01, epsilon_inside_root=True, update="lazy_global"),
     "adam, global": Adam(epsilon=0.01, update="global"),
     "adam, lazy": Adam(epsilon=0.01, update="lazy_global"),
+    "adamax": Adamax(epsilon=0.01),
+    "adadelta": Adadelta(epsilon=0.01),
     "adamw, global": AdamW(epsilon=0.01, weight_decay=0.1, update="global"),
     "row-wise adam": RowWiseAdam(epsilon=0.01, weight_decay=0.1),
     "lamb": Lamb(epsilon=0.01, weight_decay=0.1, clip_row_norm=1.0),
