@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -175,7 +176,7 @@ def test_ids_that_are_not_bags_are_refused() -> None:
             sok.lookup_sparse(table, wrong)
 
 
-@pytest.mark.parametrize("kind", ["Adam", "Ftrl", "SGD"])
+@pytest.mark.parametrize("kind", ["Adam", "Ftrl", "SGD", "Adamax", "Adadelta", "RMSprop"])
 def test_training_goes_on_after_load(kind: str, tmp_path: Path) -> None:
     """Adam began at its first step again, and moved rows by up to 2 times its rate."""
     options = {"SGD": {"momentum": 0.9}, "Ftrl": {"l2_regularization_strength": 0.1}}.get(kind, {})
@@ -197,22 +198,81 @@ def test_training_goes_on_after_load(kind: str, tmp_path: Path) -> None:
         plain_step(after, other)
         for own, loaded in zip(sok.export(before), sok.export(after), strict=True):
             np.testing.assert_array_equal(own, loaded)
-    assert one.get_slot_names() == {"Adam": ["m", "v"], "Ftrl": ["accumulator", "linear"], "SGD": ["momentum"]}[kind]
+    names = {"Ftrl": ["accumulator", "linear"], "SGD": ["momentum"], "Adadelta": ["accum_grad", "accum_var"],
+             "RMSprop": ["rms"]}  # fmt: skip
+    assert one.get_slot_names() == names.get(kind, ["m", "v"])
     assert int(other.iterations) >= 6
 
 
-def test_ftrl_is_that_of_keras() -> None:
-    """Its first accumulator was refused, and l2 counted half."""
-    ftrl = tf.keras.optimizers.Ftrl(0.1, l1_regularization_strength=0.01, l2_regularization_strength=0.3)
-    table, plain, optimizer = sok.Variable(START), tf.Variable(START), sok.OptimizerWrapper(ftrl)
+def _optimizers() -> list[Any]:
+    kinds: list[tuple[str, dict[str, Any]]] = [
+        ("Ftrl", {"l1_regularization_strength": 0.01, "l2_regularization_strength": 0.3}),
+        ("Adagrad", {"epsilon": 0.1}), ("Adamax", {"epsilon": 0.1}), ("Adadelta", {"epsilon": 0.1}),
+        ("RMSprop", {"epsilon": 0.1}),
+    ]  # fmt: skip
+    places = {"": tf.keras.optimizers}
+    if not getattr(tf.keras, "__version__", "2").startswith("3"):
+        places["legacy "] = tf.keras.optimizers.legacy
+    return [
+        pytest.param(partial(getattr(place, kind), 0.1, **own), id=where + kind)
+        for where, place in places.items()
+        for kind, own in kinds
+    ]
+
+
+@pytest.mark.parametrize("make", _optimizers())
+def test_rows_move_as_variables_of_tensorflow_do(make: Any) -> None:
+    """Ftrl's first accumulator was refused, and l2 counted half; Keras 2's epsilon was added to the root."""
+    table, plain, optimizer, theirs = sok.Variable(START), tf.Variable(START), sok.OptimizerWrapper(make()), make()
     keys = tf.range(4, dtype=tf.int64)[:, None]
     for _ in range(5):
         with tf.GradientTape() as tape:
             loss = sum(tf.reduce_sum(sok.lookup_sparse(one, keys) ** 2) for one in (table, plain))
         gradients = tape.gradient(loss, [table, plain])
         optimizer.apply_gradients([(gradients[0], table)])
-        ftrl.apply_gradients([(tf.convert_to_tensor(gradients[1]), plain)])
+        theirs.apply_gradients([(tf.convert_to_tensor(gradients[1]), plain)])
     np.testing.assert_allclose(table.numpy(), plain.numpy(), atol=2e-5)
+
+
+def test_optimizers_that_tables_do_not_have() -> None:
+    keras = tf.keras.optimizers
+    for wrong, said in (
+        (keras.Nadam(0.1), "Adamax, Adadelta"),
+        (keras.RMSprop(0.1, momentum=0.9), "momentum"),
+        (keras.RMSprop(0.1, centered=True), "centered"),
+        (tf.compat.v1.train.AdamOptimizer(0.1), "in the place of tf.compat.v1.train.AdamOptimizer"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            sok.OptimizerWrapper(wrong)
+
+
+def test_optimizers_of_sok_itself() -> None:
+    """`sok.SGD` had no apply_gradients, and `sok.optimizers.Adam` took no keywords."""
+    table, sgd = sok.Variable(START), sok.SGD(lr=1.0)
+
+    @tf.function
+    def step() -> None:
+        plain_step(table, sgd)
+
+    step()
+    sgd.lr = 0.5  # inside of the function too
+    step()
+    np.testing.assert_array_equal(table.numpy(), START - [[1.5], [0.0], [0.0], [3.0]])
+    plain_step(table, sok.optimizers.Adam(learning_rate=1.0, beta_1=0.9, beta_2=0.999, epsilon=1e-7))
+    np.testing.assert_allclose(table.numpy(), START - [[2.5], [0.0], [0.0], [4.0]], atol=1e-5)
+
+
+def test_lookups_add_keys_as_those_of_sok_do() -> None:
+    """`size` was 0, and `export` empty, until the first step."""
+    table = sok.DynamicVariable(dimension=2, initializer="13", var_type="hbm")
+    sok.lookup_sparse(table, IDS[:, None], training=False)
+    assert table.size.numpy().tolist() == [0, 2]
+    np.testing.assert_array_equal(tf.nn.embedding_lookup(table, IDS), np.full((3, 2), 13.0))
+    assert sok.export(table)[0].numpy().tolist() == [0, 3]
+    tf.function(lambda keys: sok.lookup_sparse(table, keys))(tf.constant([[7]]))
+    assert sok.export(table)[0].numpy().tolist() == [0, 3, 7]
+    plain_step(table, sok.SGD(1.0))
+    np.testing.assert_array_equal(sok.export(table)[1][:, 0], [12.0, 11.0, 13.0])
 
 
 def test_checkpoints_of_tensorflow_have_the_rows(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Sequence
 from types import ModuleType, SimpleNamespace
 from typing import Any, Final
@@ -14,7 +13,7 @@ import torch.distributed as dist
 
 from viviane.core.errors import ConfigError
 from viviane.tensorflow.arguments import listed
-from viviane.tensorflow.host_calls import plain_python, tensorflow
+from viviane.tensorflow.host_calls import host_call, plain_python, tensorflow
 from viviane.tensorflow.processes import group
 from viviane.tensorflow.table_variable import has_table
 from viviane.tensorflow.variables import filter_variables
@@ -23,9 +22,16 @@ Average: Final = "average"
 Sum: Final = "sum"
 Min: Final = "min"
 Max: Final = "max"
-_TORCH: Final = {Average: dist.ReduceOp.SUM, Sum: dist.ReduceOp.SUM, Min: dist.ReduceOp.MIN, Max: dist.ReduceOp.MAX}
-Compression: Final = SimpleNamespace(none="none", fp16="fp16")
+Product: Final = "product"
+_TORCH: Final = {
+    Average: dist.ReduceOp.SUM, Sum: dist.ReduceOp.SUM, Min: dist.ReduceOp.MIN, Max: dist.ReduceOp.MAX,
+    Product: dist.ReduceOp.PRODUCT,
+}  # fmt: skip
+compression: Final = ModuleType("horovod.tensorflow.compression")
 """Accepted and without effect: numbers travel as they are."""
+compression.NoneCompressor, compression.FP16Compressor = "none", "fp16"  # type: ignore[attr-defined]
+Compression: Final = SimpleNamespace(none="none", fp16="fp16")
+compression.Compression = Compression  # type: ignore[attr-defined]
 
 
 def init(*_: Any, **__: Any) -> None:
@@ -58,6 +64,37 @@ def local_size() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
+def cross_rank() -> int:
+    """Return this machine's number."""
+    return int(os.environ.get("GROUP_RANK", "0"))
+
+
+def cross_size() -> int:
+    """Return the number of machines."""
+    return int(os.environ.get("GROUP_WORLD_SIZE", "1"))
+
+
+def is_homogeneous() -> bool:
+    """Return True: torchrun starts as many processes on each machine."""
+    return True
+
+
+def gloo_built() -> bool:
+    """Return True: numbers travel over Gloo."""
+    return True
+
+
+def _without() -> bool:
+    """Return False: numbers do not travel over this library."""
+    return False
+
+
+gloo_enabled = gloo_built
+mpi_built = mpi_enabled = mpi_threads_supported = nccl_built = ddl_built = ccl_built = cuda_built = rocm_built = (
+    _without
+)
+
+
 def shutdown() -> None:
     """Do nothing: the processes part at their end."""
 
@@ -75,30 +112,69 @@ def join(*_: Any, **__: Any) -> int:
 
 
 @plain_python
-def allreduce(tensor: Any, average: Any = None, *_: Any, op: Any = None, name: Any = None, **__: Any) -> Any:
-    """Return the mean (sum, smallest, largest) of a tensor over the processes.
+def allreduce(
+    tensor: Any,
+    average: Any = None,
+    *_: Any,
+    op: Any = None,
+    name: Any = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: Any = None,
+    **__: Any,
+) -> Any:
+    """Return the mean (sum, product, smallest, largest) of a tensor over the processes.
 
     Args:
-        tensor: a tensor, an array or a tf.IndexedSlices.
+        tensor: a tensor, an array or a tf.IndexedSlices, which becomes one with the slices of all processes.
         average: False for the sum, Horovod's older way to say it.
-        op: Average (default), Sum, Min, Max.
+        op: Average (default), Sum, Min, Max, Product.
         name: no effect.
+        prescale_factor, postscale_factor: what the tensor, and the result, are multiplied by.
+        process_set: None: all processes.
 
     Raises:
-        ConfigError: another operation.
+        ConfigError: another operation, or slices with one that is not a mean or a sum.
     """
     del name
+    tf = tensorflow()
     kind = (Sum if average is False else Average) if op is None else op
     if kind not in _TORCH:
-        raise ConfigError("no such operation", value=str(kind), allowed="Average, Sum, Min, Max")
-    tensor = tensorflow().convert_to_tensor(tensor)
+        raise ConfigError("no such operation", value=str(kind), allowed="Average, Sum, Min, Max, Product")
+    _check_all(process_set)
+    if isinstance(tensor, tf.IndexedSlices):
+        return _allreduce_slices(tensor, kind, prescale_factor * postscale_factor)
+    tensor = tf.convert_to_tensor(tensor)
 
     def reduce(array: Any) -> Any:
         whole = torch.from_numpy(np.array(array))
         dist.all_reduce(whole, _TORCH[kind])
         return (whole / size() if kind == Average else whole).numpy().astype(array.dtype)
 
-    return tensor if size() == 1 else _on_host(reduce, tensor, tensor.shape)
+    out = _scaled(tensor, prescale_factor)
+    return _scaled(out if size() == 1 else _on_host(reduce, out, out.shape), postscale_factor)
+
+
+def _scaled(tensor: Any, factor: Any) -> Any:
+    tf = tensorflow()
+    return tensor if isinstance(factor, int | float) and factor == 1 else tensor * tf.cast(factor, tensor.dtype)
+
+
+def _allreduce_slices(slices: Any, kind: str, factor: Any) -> Any:
+    """Return a tf.IndexedSlices with the slices of all processes, for their sum or mean."""
+    tf = tensorflow()
+    if kind not in (Average, Sum):
+        raise ConfigError("slices have no such operation", value=kind, allowed="Average, Sum",
+                          fix="pass tf.convert_to_tensor(slices)")  # fmt: skip
+    if size() > 1:
+        values = _scaled(allgather(slices.values), 1 / size() if kind == Average else 1.0)
+        slices = tf.IndexedSlices(values, allgather(slices.indices), slices.dense_shape)
+    return tf.IndexedSlices(_scaled(slices.values, factor), slices.indices, slices.dense_shape)
+
+
+def _check_all(process_set: Any) -> None:
+    if process_set is not None:
+        raise ConfigError("all processes talk together here", value="process_set", fix="leave process_set out")
 
 
 @plain_python
@@ -133,10 +209,58 @@ def broadcast(tensor: Any, root_rank: int = 0, name: Any = None, **_: Any) -> An
     return tensor if size() == 1 else _on_host(send, tensor, tensor.shape)
 
 
+@plain_python
+def alltoall(tensor: Any, splits: Any = None, name: Any = None, **_: Any) -> Any:
+    """Send the first rows to the first process, and so on; return what all processes sent to this one.
+
+    Args:
+        tensor: (N, ...).
+        splits: the number of rows for each process; None: as many for each. With it the numbers of rows that came
+            are returned, too.
+        name: no effect.
+
+    Raises:
+        ConfigError: rows cannot be dealt so.
+    """
+    del name
+    tf = tensorflow()
+    tensor = tf.convert_to_tensor(tensor)
+    given = tf.fill((size(),), tf.shape(tensor)[0] // size()) if splits is None else splits
+
+    def exchange(array: Any, counts: Any) -> Any:
+        if len(counts) != size() or counts.sum() != len(array):
+            raise ConfigError("splits do not fit", where="alltoall", value=counts.tolist(),
+                              allowed=f"{size()} numbers, {len(array)} in all")  # fmt: skip
+        parts = np.split(np.array(array), np.cumsum(counts)[:-1])
+        mine = [one[rank()] for one in allgather_object(parts)]
+        return np.concatenate(mine), np.array([len(one) for one in mine], np.int32)
+
+    rows, counts = host_call(exchange, [tensor, given], [tensor.dtype, tf.int32])
+    rows.set_shape([None, *tensor.shape[1:]])
+    counts.set_shape([size()])
+    return rows if splits is None else (rows, counts)
+
+
+@plain_python
+def reducescatter(tensor: Any, op: Any = Average, name: Any = None, **options: Any) -> Any:
+    """Return this process's rows of `allreduce`; the first processes have one more where they do not come out even."""
+    tf = tensorflow()
+    tensor = allreduce(tensor, op=op, name=name, **options)
+    each, rest = tf.shape(tensor)[0] // size(), tf.shape(tensor)[0] % size()
+    start = rank() * each + tf.minimum(rank(), rest)
+    return tensor[start : start + each + tf.cast(rank() < rest, tf.int32)]
+
+
+_AS_NUMBERS: Final = {"bool": "uint8", "bfloat16": "float32"}
+"""Types that torch does not take from NumPy, or does not send, and those that travel for them."""
+
+
 def _on_host(function: Any, tensor: Any, shape: Any) -> Any:
-    out = tensorflow().numpy_function(function, [tensor], tensor.dtype)
+    tf = tensorflow()
+    kind = tf.as_dtype(_AS_NUMBERS.get(tensor.dtype.name, tensor.dtype))
+    out = host_call(function, [tf.cast(tensor, kind)], kind)
     out.set_shape(shape)
-    return out
+    return tf.cast(out, tensor.dtype)
 
 
 def broadcast_object(obj: Any, root_rank: int = 0, **_: Any) -> Any:
@@ -155,16 +279,15 @@ def allgather_object(obj: Any, **_: Any) -> list[Any]:
     return gathered
 
 
+@plain_python
 def broadcast_variables(variables: Any, root_rank: int = 0, **_: Any) -> None:
-    """Give the dense variables of one process to all; tables are shared anyway."""
+    """Give the dense variables of one process to all, inside of tf.function too; tables are shared anyway."""
     given = variables() if callable(variables) else variables  # an optimizer of Keras 3 has a list, others a method
     dense = filter_variables(listed("variables", given))[1]
     if size() == 1:
         return
     for variable in dense:
-        whole = torch.from_numpy(np.array(variable.numpy()))
-        dist.broadcast(whole, root_rank)
-        variable.assign(whole.numpy())
+        variable.assign(broadcast(variable, root_rank))
 
 
 class DistributedGradientTape:
@@ -203,13 +326,3 @@ class DistributedGradientTape:
         pairs = zip(tf.nest.flatten(sources), tf.nest.flatten(own), strict=True)
         means = [g if g is None or has_table(one) else allreduce(g, op=self._op) for one, g in pairs]
         return tf.nest.pack_sequence_as(own, means)
-
-
-def modules() -> dict[str, ModuleType]:
-    """Return what `import horovod`, `horovod.tensorflow` and `horovod.tensorflow.keras` find."""
-    parent = ModuleType("horovod")
-    own = sys.modules[__name__]
-    parent.tensorflow = own  # type: ignore[attr-defined]
-    keras = ModuleType("horovod.tensorflow.keras")
-    keras.__dict__.update({name: one for name, one in vars(own).items() if not name.startswith("_")})
-    return {"horovod": parent, "horovod.tensorflow": own, "horovod.tensorflow.keras": keras}

@@ -6,7 +6,7 @@ Shapes: B rows of the batch, N keys, D numbers a row.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import wraps
+from functools import cache, wraps
 from typing import Any, Final, NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
@@ -16,6 +16,7 @@ from viviane.core.errors import DataError
 from viviane.core.optional import require
 from viviane.embedding.external import LostUpdateError, root_weights, short_traceback, tensor_at
 from viviane.tensorflow.arguments import fitting
+from viviane.tensorflow.processes import size
 from viviane.tensorflow.tables import Table
 
 _P = ParamSpec("_P")
@@ -50,6 +51,31 @@ def plain_python(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
     call.autograph_info__ = {}  # type: ignore[attr-defined]
     return call
+
+
+def host_call(function: Callable[..., Any], inputs: Sequence[Any], types: Any) -> Any:
+    """Return `tf.numpy_function` of a function that may exchange with the other processes.
+
+    TensorFlow runs calls of a graph that do not depend on each other at once, and in any order. Several processes
+    would then exchange in different orders: they would wait for ever, or take one tensor for another. Over several
+    processes each call therefore changes a variable before and after: such changes keep the script's order.
+    """
+    tf = tensorflow()
+    if size() == 1 or tf.executing_eagerly():
+        return tf.numpy_function(function, inputs, types)
+    change = {"resource": _order().handle, "value": tf.zeros((), tf.int64)}
+    with tf.control_dependencies([tf.raw_ops.AssignAddVariableOp(**change)]):
+        out = tf.numpy_function(function, inputs, types)
+    with tf.control_dependencies(as_list(out)):
+        tf.raw_ops.AssignAddVariableOp(**change)
+    return out
+
+
+@cache
+def _order() -> Any:
+    tf = tensorflow()
+    with tf.init_scope(), tf.device("CPU:0"):
+        return tf.Variable(0, dtype=tf.int64, trainable=False)
 
 
 class Parts(NamedTuple):
@@ -134,19 +160,17 @@ def look_up(lookups: Sequence[Lookup], training: bool) -> list[Any]:
         return [tf.cast(one, kind) for one, kind in zip(rows, types, strict=True)]
 
     if not trains:
-        return shaped(as_list(tf.numpy_function(_reader(lookups), flat, [tf.float32] * len(tables))))
+        return shaped(as_list(host_call(_reader(lookups, training), flat, [tf.float32] * len(tables))))
 
     @tf.custom_gradient
     def train(*anchors: Any) -> Any:
         own = [tf.cast(one, tf.float32) for one in anchors]
-        numbers, *rows = tf.numpy_function(
-            _beginner(lookups, recorded), [*own, *flat], [tf.int64, *[tf.float32] * len(tables)]
-        )
+        numbers, *rows = host_call(_beginner(lookups, recorded), [*own, *flat], [tf.int64, *[tf.float32] * len(tables)])
 
         def backward(*gradients: Any) -> Any:
             # The factor by which a script scales it: 1 for the first gradient of a step, whose rows wait in the table.
             wide = [tf.cast(one, tf.float32) for one in gradients]
-            factors = as_list(tf.numpy_function(_deliverer(lookups), [numbers, *wide], [tf.float32] * len(tables)))
+            factors = as_list(host_call(_deliverer(lookups), [numbers, *wide], [tf.float32] * len(tables)))
             for one in factors:
                 one.set_shape(())
             return [tf.cast(one, kind) for one, kind in zip(factors, types, strict=True)]
@@ -177,11 +201,11 @@ def _pooled(combiner: str) -> str:
     return "sum" if combiner == "sqrtn" else combiner  # its weights are divided by the root already
 
 
-def _reader(lookups: Sequence[Lookup]) -> Callable[..., list[Any]]:
+def _reader(lookups: Sequence[Lookup], add: bool) -> Callable[..., list[Any]]:
     @short_traceback
     def read(*arrays: Any) -> list[Any]:
         parts = _unpacked(lookups, arrays)
-        return [one.table.read(*own).float().numpy() for one, own in zip(lookups, parts, strict=True)]
+        return [one.table.read(*own, add=add).float().numpy() for one, own in zip(lookups, parts, strict=True)]
 
     return read
 

@@ -2,44 +2,78 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any, Final
 
 import numpy as np
 
 from viviane.config.optimizers import SGD as SGDSettings  # noqa: N811 - SOK has an SGD, too
-from viviane.config.optimizers import AdaGrad, AnyOptimizer, Ftrl
+from viviane.config.optimizers import Adadelta, AdaGrad, Adamax, AnyOptimizer, Ftrl, RMSProp
 from viviane.config.optimizers import Adam as AdamSettings
 from viviane.core.errors import ConfigError
 from viviane.embedding.external import checked_rate, short_traceback
 from viviane.ops.row_update import initial_state
-from viviane.tensorflow.arguments import pairs_of
-from viviane.tensorflow.host_calls import plain_python, tensorflow
+from viviane.tensorflow.arguments import number, pairs_of
+from viviane.tensorflow.host_calls import host_call, plain_python, tensorflow
 from viviane.tensorflow.table_variable import has_table, table_of
 
-_SLOTS: Final = {"Ftrl": {"n": "accumulator", "z": "linear"}}
+_SLOTS: Final = {
+    "Ftrl": {"n": "accumulator", "z": "linear"}, "RMSProp": {"accumulator": "rms"}, "Adamax": {"u": "v"},
+    "Adadelta": {"accumulator": "accum_grad", "steps": "accum_var"},
+}  # fmt: skip
 """By optimizer: states that TensorFlow gives other names."""
 
 
 class SGD:
-    """SOK's own optimizer: w -= lr g."""
+    """SOK's own optimizer: w -= lr g.
 
-    def __init__(self, lr: float) -> None:
+    Args:
+        lr: the rate, which becomes a variable; or a schedule.
+    """
+
+    def __init__(self, lr: Any) -> None:
+        self._rate: Any = None
+        self._wrapper: OptimizerWrapper | None = None
         self.lr = lr
+
+    @property
+    def lr(self) -> Any:
+        """The rate: a variable, so that one that is set later counts inside of tf.function too."""
+        return self._rate
+
+    @lr.setter
+    def lr(self, value: Any) -> None:
+        tf = tensorflow()
+        if callable(value) or isinstance(value, tf.Variable):
+            self._rate = value
+        elif isinstance(self._rate, tf.Variable):
+            self._rate.assign(value)
+        else:
+            with tf.init_scope():
+                self._rate = tf.Variable(number("lr", value, float), dtype=tf.float32, trainable=False)
+
+    def apply_gradients(
+        self, grads_and_vars: Iterable[tuple[Any, Any]], global_step: Any = None, name: Any = None
+    ) -> Any:
+        """Update the tables of the variables, as `OptimizerWrapper` does."""
+        if self._wrapper is None:
+            self._wrapper = OptimizerWrapper(self)
+        return self._wrapper.apply_gradients(grads_and_vars, global_step, name)
 
 
 class OptimizerWrapper:
     """Update tables by an optimizer of Keras 3, tf_keras or `SGD`; rows without gradient rest.
 
     Args:
-        optimizer: SGD, Adagrad, Adam (as LazyAdam: touched rows alone) or Ftrl.
+        optimizer: SGD, Adagrad, Adam (as LazyAdam: touched rows alone), Adamax, Adadelta, RMSprop (touched rows alone)
+            or Ftrl.
 
     Raises:
         ConfigError: tables do not have its arithmetic.
     """
 
-    def __new__(cls, optimizer: Any, *args: Any, **options: Any) -> Any:
+    def __new__(cls, optimizer: Any = None, *args: Any, **options: Any) -> Any:
         """Return a wrapper that Keras 2's LossScaleOptimizer takes, where one of Keras 2's optimizers is wrapped."""
         kind = _keras_base(optimizer)
         if cls is OptimizerWrapper and kind is not None:
@@ -50,6 +84,12 @@ class OptimizerWrapper:
         self.optimizer = optimizer
         self.settings = _settings(optimizer)
         self._steps: Any = None
+
+    def around(self, optimizer: Any) -> OptimizerWrapper:
+        """Return a wrapper around another optimizer, with the same arithmetic for tables."""
+        made = OptimizerWrapper(optimizer)
+        made.settings = self.settings
+        return made
 
     @property
     def lr(self) -> Any:
@@ -105,7 +145,7 @@ class OptimizerWrapper:
         steps = self.iterations
         rate = tf.cast(self._rate(), tf.float32)
         factors = [tf.cast(tf.convert_to_tensor(one), tf.float32) for one, _ in pairs]
-        done = tf.numpy_function(step, [rate, *factors], tf.int64)
+        done = host_call(step, [rate, *factors], tf.int64)
         with tf.control_dependencies([done]):
             return tf.group(steps.assign_add(1))
 
@@ -209,43 +249,83 @@ class Adam(OptimizerWrapper):
         learning_rate, beta_1, beta_2, epsilon: as of tf.keras' Adam.
     """
 
-    def __init__(
-        self, learning_rate: Any = 1e-3, beta_1: float = 0.9, beta_2: float = 0.999, epsilon: float = 1e-7, **_: Any
-    ) -> None:
+    def __new__(
+        cls, learning_rate: Any = 1e-3, beta_1: float = 0.9, beta_2: float = 0.999, epsilon: float = 1e-7, **_: Any
+    ) -> Any:
+        """Return the wrapper, which Keras 2's LossScaleOptimizer takes under Keras 2."""
         plain = tensorflow().keras.optimizers.Adam(learning_rate, beta_1=beta_1, beta_2=beta_2, epsilon=epsilon)
-        super().__init__(plain)
-        self.settings = self.settings.model_copy(update={"update": "lazy_global"})
+        made = OptimizerWrapper(plain)
+        made.settings = made.settings.model_copy(update={"update": "lazy_global"})
+        return made
+
+
+_KNOWN: Final = "SGD, Adagrad, Adam, Adamax, Adadelta, RMSprop, Ftrl"
 
 
 def _settings(optimizer: Any) -> AnyOptimizer:
     if isinstance(optimizer, SGD):
         return SGDSettings()
     inner = getattr(optimizer, "inner_optimizer", optimizer)
+    kind = type(inner).__name__
     if not hasattr(inner, "get_config"):
-        raise ConfigError("not an optimizer", value=type(optimizer).__name__, allowed="SGD, Adagrad, Adam, Ftrl")
-    config, kind = inner.get_config(), type(inner).__name__
-    is_new = type(inner).__module__.startswith("keras.")  # Keras 3 adds epsilon inside of the root
-    for name in ("clipnorm", "clipvalue", "global_clipnorm", "weight_decay", "use_ema", "amsgrad"):
+        fix = f"pass one of tf.keras.optimizers in the place of tf.compat.v1.train.{kind}"
+        of_version_1 = type(inner).__module__.startswith("tensorflow.python.training")
+        raise ConfigError("not an optimizer", value=kind, allowed=_KNOWN, fix=fix if of_version_1 else None)
+    config = inner.get_config()
+    for name in ("clipnorm", "clipvalue", "global_clipnorm", "weight_decay", "use_ema", "amsgrad", "centered"):
         if config.get(name):
             raise ConfigError("an option that tables do not have", where=kind, value=name)
-    if kind == "SGD":
-        return SGDSettings(momentum=config.get("momentum", 0.0), nesterov=config.get("nesterov", False))
-    if kind == "Adagrad":
-        return AdaGrad(
-            initial_accumulator=config["initial_accumulator_value"], epsilon=config["epsilon"],
-            epsilon_inside_root=is_new,
-        )  # fmt: skip
-    if kind in ("Adam", "LazyAdam"):
-        return AdamSettings(beta1=config["beta_1"], beta2=config["beta_2"], epsilon=config["epsilon"], update="local")
-    if kind == "Ftrl":
-        if config.get("learning_rate_power", -0.5) != -0.5 or config.get("l2_shrinkage_regularization_strength"):
-            raise ConfigError("tables have FTRL with learning_rate_power=-0.5 and no shrinkage", where="Ftrl")
-        return Ftrl(
-            initial_accumulator=config.get("initial_accumulator_value", 0.0), beta=config.get("beta", 0.0),
-            lambda1=config["l1_regularization_strength"],
-            lambda2=2.0 * config["l2_regularization_strength"],  # Keras' is that of l2 w^2
-        )  # fmt: skip
-    raise ConfigError(
-        "tables do not have this optimizer's arithmetic", value=kind,
-        allowed="SGD, Adagrad, Adam, Ftrl",
+    make = _MAKERS.get(kind)
+    if make is None:
+        raise ConfigError("tables do not have this optimizer's arithmetic", value=kind, allowed=_KNOWN)
+    made: AnyOptimizer = make(config, not _is_legacy(inner))
+    return made
+
+
+def _is_legacy(optimizer: Any) -> bool:
+    """Return whether an optimizer adds epsilon to the root, and not below it: those of Keras 2 before 2.11."""
+    old = getattr(tensorflow().keras.optimizers, "legacy", None)
+    return isinstance(optimizer, getattr(old, "Optimizer", ()))
+
+
+def _sgd(config: dict[str, Any], inside: bool) -> AnyOptimizer:
+    return SGDSettings(momentum=config.get("momentum", 0.0), nesterov=config.get("nesterov", False))
+
+
+def _adagrad(config: dict[str, Any], inside: bool) -> AnyOptimizer:
+    start, epsilon = config["initial_accumulator_value"], config["epsilon"]
+    return AdaGrad(initial_accumulator=start, epsilon=epsilon, epsilon_inside_root=inside)
+
+
+def _adam(config: dict[str, Any], inside: bool) -> AnyOptimizer:
+    return AdamSettings(beta1=config["beta_1"], beta2=config["beta_2"], epsilon=config["epsilon"], update="local")
+
+
+def _adamax(config: dict[str, Any], inside: bool) -> AnyOptimizer:
+    return Adamax(beta1=config["beta_1"], beta2=config["beta_2"], epsilon=config["epsilon"])
+
+
+def _adadelta(config: dict[str, Any], inside: bool) -> AnyOptimizer:
+    return Adadelta(decay=config["rho"], epsilon=config["epsilon"])
+
+
+def _rmsprop(config: dict[str, Any], inside: bool) -> AnyOptimizer:
+    if config.get("momentum"):
+        raise ConfigError("an option that tables do not have", where="RMSprop", value="momentum")
+    return RMSProp(decay=config["rho"], epsilon=config["epsilon"], epsilon_inside_root=inside)
+
+
+def _ftrl(config: dict[str, Any], inside: bool) -> AnyOptimizer:
+    if config.get("learning_rate_power", -0.5) != -0.5 or config.get("l2_shrinkage_regularization_strength"):
+        raise ConfigError("tables have FTRL with learning_rate_power=-0.5 and no shrinkage", where="Ftrl")
+    return Ftrl(
+        initial_accumulator=config.get("initial_accumulator_value", 0.0), beta=config.get("beta", 0.0),
+        lambda1=config["l1_regularization_strength"],
+        lambda2=2.0 * config["l2_regularization_strength"],  # Keras' is that of l2 w^2
     )  # fmt: skip
+
+
+_MAKERS: Final[dict[str, Callable[[dict[str, Any], bool], AnyOptimizer]]] = {
+    "SGD": _sgd, "Adagrad": _adagrad, "Adam": _adam, "LazyAdam": _adam, "Adamax": _adamax, "Adadelta": _adadelta,
+    "RMSprop": _rmsprop, "Ftrl": _ftrl,
+}  # fmt: skip

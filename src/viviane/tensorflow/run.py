@@ -27,11 +27,11 @@ def installed() -> Iterator[None]:
 
     Where Horovod is not installed, `import horovod.tensorflow` finds its calls over torch.distributed.
     """
-    from viviane.tensorflow import horovod
+    from viviane.tensorflow import horovod_keras
 
     modules = own_modules()
     if find_spec("horovod") is None:
-        modules |= horovod.modules()
+        modules |= horovod_keras.modules()
     with installed_modules(modules, _CHILD):
         yield
 

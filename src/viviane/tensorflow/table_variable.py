@@ -20,6 +20,7 @@ from viviane.tensorflow.host_calls import (
     Lookup,
     Parts,
     check_anchor,
+    host_call,
     look_up,
     plain_python,
     tensorflow,
@@ -240,7 +241,7 @@ class _Writing(_TableView):
             return np.int64(0)
 
         tf = tensorflow()
-        done = tf.numpy_function(write, [indices, values], tf.int64)
+        done = host_call(write, [indices, values], tf.int64)
         with tf.control_dependencies([done]):
             return self
 

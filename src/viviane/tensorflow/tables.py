@@ -55,7 +55,7 @@ class Table:
     rule: AnyOptimizer | None = None
     lookups: ExternalLookups = field(init=False)
     _early: dict[int, Mapping[str, Bag]] = field(default_factory=dict)  # looked up again when their gradient came
-    _numbers: dict[int, int] = field(default_factory=dict)
+    _numbers: dict[int, tuple[int, Mapping[str, Bag]]] = field(default_factory=dict)  # that of `lookups`, and the batch
     _ended: dict[int, Tensor] = field(default_factory=dict)
     _seen: dict[int, Tensor] = field(default_factory=dict)  # gradients since the first lookup of the step
     _next: int = 0
@@ -104,6 +104,8 @@ class Table:
             if rule == self.rule:
                 return
             before, name = self.collection, self.config.name
+            self._early |= {number: batch for number, (_, batch) in self._numbers.items()}
+            self._numbers.clear()
             self.lookups = self._make(rule)
             if self.is_dynamic:
                 own, new = _dynamic(before, name), self.dynamic
@@ -122,10 +124,29 @@ class Table:
         start = list(_FEATURES).index(combiner) * self.config.dim
         return flat[:, start : start + self.config.dim]
 
-    def read(self, values: Tensor, offsets: Tensor, weights: Tensor | None, combiner: str) -> Tensor:
-        """Pool rows without training: (B, D)."""
+    def read(self, values: Tensor, offsets: Tensor, weights: Tensor | None, combiner: str, add: bool = False) -> Tensor:
+        """Pool rows without training: (B, D).
+
+        Args:
+            values, offsets, weights, combiner: the bags.
+            add: keys that a dynamic table does not know are added, as SOK's lookups do.
+        """
         with self._lock:
-            return self._mine(self.lookups.read(self._batch(values, offsets, weights, combiner)), combiner)
+            return self._mine(self._read(self._batch(values, offsets, weights, combiner), add), combiner)
+
+    def _read(self, batch: dict[str, Bag], add: bool) -> Tensor:
+        """Pool rows of the whole batch; keys are not added beside lookups that wait, or where admission counts them."""
+        if (
+            not add
+            or not self.is_dynamic
+            or self.lookups.num_waiting
+            or self._ended
+            or getattr(self.config, "admission", None)
+        ):
+            return self.lookups.read(batch)
+        _, flat = self.lookups.begin(batch)
+        self.lookups.discard()
+        return flat
 
     def begin(
         self, values: Tensor, offsets: Tensor, weights: Tensor | None, combiner: str, certain: bool = True
@@ -147,8 +168,9 @@ class Table:
                 self._early[number] = batch
                 if len(self._early) > _MOST_LOOKUPS:
                     self._early.pop(next(iter(self._early)))
-                return number, self._mine(self.lookups.read(batch), combiner)
-            self._numbers[number], flat = self.lookups.begin(batch)
+                return number, self._mine(self._read(batch, add=not certain), combiner)
+            own, flat = self.lookups.begin(batch)
+            self._numbers[number] = own, batch
             self._mark()
             return number, self._mine(flat, combiner)
 
@@ -198,10 +220,11 @@ class Table:
             ended, self._ended = self._ended, {}
             for number in ended:
                 if number in self._early:  # now with the optimizer's rows and state
-                    self._numbers[number], _ = self.lookups.begin(self._early.pop(number))
+                    batch = self._early.pop(number)
+                    self._numbers[number] = self.lookups.begin(batch)[0], batch
                     self._mark()
             for number, gradient in ended.items():
-                self.lookups.end(self._numbers.pop(number), gradient, lr, scale)
+                self.lookups.end(self._numbers.pop(number)[0], gradient, lr, scale)
             self._early.clear()
             if self._numbers:  # lookups of this step that the loss does not contain
                 self._numbers.clear()
