@@ -7,10 +7,12 @@ elsewhere each run draws new ones.
 import gc
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from _pytest.doctest import DoctestModule
 from hypothesis import settings
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -20,10 +22,22 @@ settings.register_profile("viviane", deadline=None, derandomize=bool(os.environ.
 settings.load_profile("viviane")
 
 
+def pytest_sessionstart() -> None:
+    """Collect no garbage while modules are imported: they stay, and each look at all of them takes a second."""
+    gc.disable()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collect_file() -> Generator[None, list[Any], list[Any]]:
+    """Look for docstring examples in src/ alone: to find none in hundreds of test files takes seconds."""
+    return [found for found in (yield) if not isinstance(found, DoctestModule)]
+
+
 def pytest_collection_finish() -> None:
     """Keep what collecting imported out of garbage collections: one took a second, and tests ask for many."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session")
