@@ -59,7 +59,7 @@ def collection(rows: int, optimizer: Any, share: float | None) -> EmbeddingColle
             [tables[0].model_copy(update={"num_rows": 1})], features[:1], optimizer, device=DEVICE
         )
         row_bytes = sum(part.numel() * 4 for name, part in whole.state_dict().items() if not name.endswith("step"))
-        cache = CacheSettings(tables={one.name: int(rows * share) * (row_bytes + 18) for one in tables})
+        cache = CacheSettings(tables={one.name: int(rows * share) * (row_bytes + 22) for one in tables})
     return EmbeddingCollection(tables, features, optimizer, device=DEVICE, cache=cache)
 
 
@@ -149,7 +149,7 @@ def dlrm_step(share: float | None) -> NDArray[np.float64]:
     """Train DLRM with a share of its rows on the GPU, on batches announced ahead; return milliseconds by round."""
     rows = [min(one, CAP) for one in CRITEO]
     schema = schema_of(rows, [1] * len(rows))
-    memory = {} if share is None else {"embedding_memory": int(share * sum(rows)) * (4 * DLRM_DIM + 18)}
+    memory = {} if share is None else {"embedding_memory": int(share * sum(rows)) * (4 * DLRM_DIM + 22)}
     trainer = dlrm(schema, **memory).trainer
     ahead = LookAhead(trainer.module)
     assert ahead.is_needed == (share is not None)

@@ -81,7 +81,7 @@ def test_shows_tables_in_tiers_with_expected_hits(config, tmp_path):
     data = write_dataset(tmp_path / "train", schema, [{"y": [0.0, 1.0] * 2000, "user": users}])
     found = {}
     for room in (300, 1000):
-        memory = room * (8 * 4 * 3 + 18)
+        memory = room * (8 * 4 * 3 + 22)
         text = {"data": {"train": str(data.path)}, "model": {"zoo": "deepfm", "dim": 8}, "solver": {
             "device": "cpu", "batch_size": 100, "shuffle": False, "embedding_memory": {"emb.user": memory},
         }}  # fmt: skip
@@ -100,8 +100,8 @@ def test_shows_where_dynamic_tables_are(tmp_path):
     schema = Schema(labels=[{"name": "y"}], categorical=[{"name": name, "num_ids": None} for name in names])
     data = write_dataset(tmp_path / "train", schema, [{"y": [0.0, 1.0], **{name: [10**15, 3] for name in names}}])
     bounded = {"max_capacity": 1000}
-    tables = {  # rows of 8 numbers with Adam take 96 bytes, and 18 as in a cache
-        "sized": {"memory": 999 * 114, "dynamic": bounded}, "small": {"memory": 1000 * 114, "dynamic": bounded},
+    tables = {  # rows of 8 numbers with Adam take 96 bytes, and 22 as in a cache
+        "sized": {"memory": 999 * 118, "dynamic": bounded}, "small": {"memory": 1000 * 118, "dynamic": bounded},
         "file": {"dynamic": {"memory": "file"}},
     }  # fmt: skip
     graph = [

@@ -39,7 +39,7 @@ def collection(share: float | None, optimizer: Any, dtype: str = "float32", **op
 def row_bytes(table: TableConfig, optimizer: Any) -> int:
     from viviane.embedding.cache_sizes import row_layout
 
-    return row_layout(table, optimizer).row_bytes + 18
+    return row_layout(table, optimizer).row_bytes + 22
 
 
 def batches(count: int, size: int = BATCH) -> list[dict[str, Any]]:
@@ -138,7 +138,7 @@ def test_rows_of_16_bits_are_rounded_by_row_not_by_slot(rule: str, dtype: str) -
 def test_rows_of_16_bits_and_64_columns_take_the_fused_kernel() -> None:
     given = [torch.randint(0, 50, (30,), generator=torch.Generator().manual_seed(i)) for i in range(12)]
     made = []
-    for cache in (None, CacheSettings(memory=30 * (128 + 256 + 18))):
+    for cache in (None, CacheSettings(memory=30 * (128 + 256 + 22))):
         table = TableConfig(name="t", num_rows=200, dim=64, dtype="float16")
         emb = EmbeddingCollection([table], [FeatureConfig(name="f", table="t")], AdaGrad(), cache=cache)
         for i, keys in enumerate(given):

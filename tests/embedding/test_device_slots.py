@@ -134,3 +134,33 @@ def test_tables_of_which_host_memory_holds_a_part_are_planned_by_the_host(stream
     assert storage_of(cached).cache.plans_on_host
     assert train(truth, given) == train(cached, given, ahead=2)
     assert_equal(content(truth), content(cached))
+
+
+def test_more_rows_than_the_device_numbers_are_planned_by_the_host(
+    streams: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("viviane.embedding.construction.MAX_ROWS", 450)  # two tables of 400 and 60 rows
+    assert storage_of(collection(0.2, Adam())).cache.plans_on_host
+
+
+def test_rows_of_a_tier_are_found_where_training_has_left_them(streams: list[Any]) -> None:
+    truth, cached = collection(None, Adam()), collection(0.1, Adam())
+    for emb in (truth, cached):
+        train(emb, batches(10, size=6), ahead=2)
+    storage = storage_of(cached)
+    tier = storage.tiers["user"]
+    assert isinstance(tier, ArrayTier)
+    storage.finish_moves()
+    region = storage.regions["user"]
+    outside = np.flatnonzero(storage.cache.places(np.arange(400) + region.first_row) < 0)
+    moved = storage.cache.table.places_of(torch.from_numpy(outside + region.first_row)) - region.first_row
+    assert (moved.numpy() != outside).sum() > 5
+    whole = truth.export_table("user").weight.numpy()
+    found = tier.layout.zeros(len(outside))
+    assert tier.fetch(outside, found).all()
+    assert np.array_equal(tier.layout.column(found, "weight").view(np.float32), whole[outside])
+    scanned = {int(key): row for keys, rows in tier.scan(50) for key, row in zip(keys, rows, strict=True)}
+    assert len(scanned) == 400
+    assert all(np.array_equal(scanned[int(key)], row) for key, row in zip(outside, found, strict=True))
+    storage.begin_as("user", lambda weight, keys: weight.copy_(keys[:, None].expand(weight.shape).to(weight.dtype)))
+    assert torch.equal(cached.export_table("user").weight[:, 0], torch.arange(400.0))

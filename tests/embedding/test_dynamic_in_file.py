@@ -153,14 +153,14 @@ def placed_in(table: DynamicTableConfig, cache: CacheSettings) -> str:
 def test_collections_place_dynamic_tables_by_their_memory(tmp_path):
     bounded = DynamicTableConfig(name="b", dim=2, max_capacity=100)
     unbounded = DynamicTableConfig(name="b", dim=2)
-    # 26 bytes a row: 8 of numbers, and 18 as in a cache.
+    # 30 bytes a row: 8 of numbers, and 22 as in a cache.
     for table, given_memory, place in [
-        (bounded, {"tables": {"b": 2600}}, "device"),
-        (bounded, {"tables": {"b": 2599}}, "file"),
+        (bounded, {"tables": {"b": 3000}}, "device"),
+        (bounded, {"tables": {"b": 2999}}, "file"),
         (unbounded, {"tables": {"b": "1 GiB"}}, "file"),
-        (unbounded, {"tables": {"a": 260}}, "device"),
-        (bounded, {"memory": 5200}, "device"),
-        (bounded, {"memory": 5000}, "file"),
+        (unbounded, {"tables": {"a": 300}}, "device"),
+        (bounded, {"memory": 6000}, "device"),
+        (bounded, {"memory": 5800}, "file"),
         (unbounded, {"memory": "1 GiB"}, "file"),
     ]:
         assert placed_in(table, CacheSettings(folder=tmp_path, **given_memory)) == place, given_memory
@@ -168,35 +168,35 @@ def test_collections_place_dynamic_tables_by_their_memory(tmp_path):
 
 def test_what_a_dynamic_table_does_not_need_goes_to_the_others():
     fixed, dynamic = TableConfig(name="a", num_rows=1000, dim=2), DynamicTableConfig(name="b", dim=2, max_capacity=10)
-    left, short = divided([fixed, dynamic], SGD(), CacheSettings(memory=26 * 110))
-    assert (left.memory, short) == (26 * 100, {})
-    left, short = divided([fixed, dynamic], SGD(), CacheSettings(memory=26 * 110, tables={"b": 26 * 5, "a": 26 * 7}))
-    assert (left.memory, left.tables, short) == (26 * 105, {"a": 26 * 7}, {"b": 26 * 5})
+    left, short = divided([fixed, dynamic], SGD(), CacheSettings(memory=30 * 110))
+    assert (left.memory, short) == (30 * 100, {})
+    left, short = divided([fixed, dynamic], SGD(), CacheSettings(memory=30 * 110, tables={"b": 30 * 5, "a": 30 * 7}))
+    assert (left.memory, left.tables, short) == (30 * 105, {"a": 30 * 7}, {"b": 30 * 5})
 
 
 def test_a_table_that_has_its_place_takes_no_share_and_no_size():
     fixed, dynamic = TableConfig(name="a", num_rows=1000, dim=2), DynamicTableConfig(name="b", dim=2)
     in_file = DynamicTableConfig(name="c", dim=2, memory="file")
-    left, short = divided([fixed, dynamic, in_file], SGD(), CacheSettings(memory=26 * 100))
-    assert (left.memory, short) == (26 * 50, {"b": 26 * 50})
+    left, short = divided([fixed, dynamic, in_file], SGD(), CacheSettings(memory=30 * 100))
+    assert (left.memory, short) == (30 * 50, {"b": 30 * 50})
     with pytest.raises(ConfigError, match=r"(?s)a place of its own.*table 'c'.*leave one of them out"):
-        divided([in_file], SGD(), CacheSettings(tables={"c": 2600}))
+        divided([in_file], SGD(), CacheSettings(tables={"c": 3000}))
 
 
 def test_a_share_of_no_row_places_all_rows_outside(tmp_path):
     tables = [DynamicTableConfig(name=name, dim=2) for name in "bc"]
     features = [FeatureConfig(name=name, table=name) for name in "bc"]
-    _, short = divided(tables, SGD(), CacheSettings(memory=26))
-    assert short == {"b": 1, "c": 26}
+    _, short = divided(tables, SGD(), CacheSettings(memory=30))
+    assert short == {"b": 1, "c": 30}
     own = EmbeddingCollection(tables, features, SGD(), cache=CacheSettings(tables=short, folder=tmp_path))
     assert [own.dynamic_table(name).table.memory for name in "bc"] == ["file", "file"]
 
 
 def test_a_size_beyond_what_a_table_needs_is_left_to_the_others():
     fixed, dynamic = TableConfig(name="a", num_rows=1000, dim=2), DynamicTableConfig(name="b", dim=2, max_capacity=10)
-    settings = CacheSettings(memory=26 * 110, tables={"b": "1 GiB"})
+    settings = CacheSettings(memory=30 * 110, tables={"b": "1 GiB"})
     left, short = divided([fixed, dynamic], SGD(), settings)
-    assert (left.memory, left.tables, short) == (26 * 100, {}, {})
+    assert (left.memory, left.tables, short) == (30 * 100, {}, {})
 
 
 @given(row_bytes=st.integers(1, 50), page_bytes=st.integers(1, 20), first=st.integers(0, 100))

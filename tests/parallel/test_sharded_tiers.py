@@ -27,7 +27,7 @@ KINDS = [
     {"table": "item", "kind": "table", "ranks": [1]},
     {"table": "shop", "kind": "replicated"},
 ]
-CACHE = CacheSettings(tables={"user": 40 * (48 + 18), "item": 60 * (48 + 18)})
+CACHE = CacheSettings(tables={"user": 40 * (48 + 22), "item": 60 * (48 + 18)})
 
 
 def train(cache: CacheSettings | None) -> tuple[dict[str, torch.Tensor], bool]:

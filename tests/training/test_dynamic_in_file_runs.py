@@ -145,7 +145,7 @@ def test_a_whole_run_has_the_bits_of_one_in_memory(data: Path, tmp_path: Path, s
 
 
 def test_a_size_that_is_enough_keeps_a_dynamic_table_in_memory() -> None:
-    row = 4 * 4 * 3 + 18
+    row = 4 * 4 * 3 + 22
     sizes = {"user": 150 * row, "item": "1 GiB"}
     model = make_model("size", embedding_memory=sizes)
     assert places_of(model) == {"user": "device", "item": "file"}, "item has no max_capacity"

@@ -22,7 +22,7 @@ DEVICES = [
     pytest.param("cpu", marks=pytest.mark.slow),
     pytest.param("cuda", marks=pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")),
 ]
-ROW = 4 * 4 * 3 + 18  # Adam
+ROW = 4 * 4 * 3 + 22  # Adam
 CACHE = CacheSettings(tables={"user": 20 * ROW, "item": 30 * (ROW - 16)})  # AdaGrad has one moment less
 
 

@@ -28,7 +28,7 @@ from viviane.training.look_ahead import LookAhead
 
 __all__ = ["replays"]
 BASE = Solver(batch_size=8, lr=0.02, device="cpu", warmup_steps=5, decay_start=8, decay_steps=9, end_lr=1e-3)
-ROW_BYTES = {"user": 3 * 4 * 4 + 18, "item": 2 * 4 * 4 + 18}
+ROW_BYTES = {"user": 3 * 4 * 4 + 22, "item": 2 * 4 * 4 + 18}
 ROWS = {"user": 20, "item": 28}
 """That have slots: of 50 users, and of 30 items; a batch of eight rows has up to 8 and 30 of them."""
 

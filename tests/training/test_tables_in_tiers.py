@@ -34,7 +34,7 @@ SCHEMA = Schema(
         {"name": "seen", "num_ids": 400, "kind": "multi_hot", "vocabulary": "item", "max_length": 4},
     ],
 )
-ROW = 4 * 4 * 3 + 18
+ROW = 4 * 4 * 3 + 22
 MEMORY = {"user": 130 * ROW, "item": 150 * ROW}
 
 
@@ -145,7 +145,7 @@ def test_the_progress_line_and_the_report_show_hits_and_bytes(
 
 
 def test_memory_as_an_option_of_a_table_trains_to_the_same_bits(data: Path) -> None:
-    row = 4 * 4 * 3 + 18
+    row = 4 * 4 * 3 + 22
     whole = make_model(epochs=1)
     model = make_model(epochs=1, tables={"user": {"memory": 130 * row}})
     both = make_model(epochs=1, tables={"user": {"memory": "1 GB"}}, embedding_memory={"user": 140 * row})

@@ -22,7 +22,7 @@ from viviane.ops.hash_table.reserve import MOST_ROWS
 from viviane.ops.rules import rule_of
 from viviane.store import Column, RowLayout
 
-_SLOT_BYTES: Final = 18  # what a cache notes of each slot, rounded up
+_SLOT_BYTES: Final = 22  # what a cache notes of each slot, rounded up
 _HOST_SHARE: Final = 0.5
 """The share of the free host memory that rows beside a GPU take at most, where nothing is set."""
 

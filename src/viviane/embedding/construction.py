@@ -18,6 +18,7 @@ from viviane.embedding.dynamic_config import AnyTable, DynamicTableConfig
 from viviane.embedding.dynamic_storage import DynamicStorage
 from viviane.embedding.storage import Storage
 from viviane.embedding.tier_rows import MakeTier
+from viviane.ops.slot_table import MAX_ROWS
 from viviane.store import ArrayTier, FileTier, HostCacheTier, RowLayout, Tier
 from viviane.store.streams import DeviceStreams, TransferStreams
 
@@ -72,6 +73,7 @@ def _cached(
     on_device = False
     if streams is not None and streams.maps_memory and is_of_words:
         on_device = all(host_rows[one.name] >= one.num_rows for one in tiered)
+        on_device = on_device and sum(one.num_rows for one in tables) <= MAX_ROWS
         make_tier = mapped_tiers(streams) if on_device else make_tier
     return CachedStorage(
         tables, optimizer, device, seed, num_slots=slots, make_tier=make_tier, streams=streams, plan_on_device=on_device

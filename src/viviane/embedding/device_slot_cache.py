@@ -9,6 +9,7 @@ answer whether all rows got slots, when the batch is looked up.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -49,16 +50,26 @@ class DeviceSlotCache:
         pinned: int,
         streams: TransferStreams,
     ) -> None:
-        ranges = [SlotRange(one.first_row, one.num_rows, one.first_slot, one.num_slots) for one in regions]
-        self.table = SlotTable(ranges, pinned=pinned, device=streams.device)
+        self._ranges = {
+            one.name: SlotRange(one.first_row, one.num_rows, one.first_slot, one.num_slots) for one in regions
+        }
+        self.table = SlotTable(list(self._ranges.values()), pinned=pinned, device=streams.device)
         self.row_ids = self.table.owner
         self._regions, self._groups, self._tiers, self._streams = list(regions), groups, tiers, streams
         self._hosts = [_host_rows(self._regions, group, tiers) for group in groups]
+        for name, tier in tiers.items():
+            tier.place_by(partial(self._place, self._ranges[name]))
         columns = [part for group in groups for part in group.columns.values()]
         self._moves: list[Moment] = []
         """When the rows of the last two plans have moved."""
         for one in (*self.table.tensors(), *(part for host in self._hosts for part in host.tensors()), *columns):
             streams.share(one)
+
+    def _place(self, own: SlotRange, keys: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return where rows of a table lie in its tier's memory; nothing moves."""
+        rows = torch.from_numpy(keys).to(self._streams.device) + own.first_row
+        found: NDArray[np.int64] = (self.table.places_of(rows) - own.first_row).cpu().numpy()
+        return found
 
     def admit(self, rows: Tensor, stamp: int, guard: int) -> Admitted:
         """Give the rows of a batch slots; see `SlotCache`."""
@@ -135,6 +146,7 @@ class DeviceSlotCache:
             beginning: returns rows first <= row < stop on a device, (n, row_bytes).
         """
         tier = self._tiers[region.name]
+        self.table.put_in_order(self._ranges[region.name])
         memory = torch.from_numpy(tier.memory)
         for low in range(0, region.num_rows, PIECE_ROWS):
             high = min(low + PIECE_ROWS, region.num_rows)
@@ -158,14 +170,12 @@ class DeviceSlotCache:
 
     def places(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the slots of rows, or -1."""
-        found: NDArray[np.int64] = self.table.slot_of[torch.from_numpy(rows).to(self._streams.device)].cpu().numpy()
-        return found.astype(np.int64) - 1
+        found: NDArray[np.int64] = self.table.slots_of(torch.from_numpy(rows).to(self._streams.device)).cpu().numpy()
+        return found
 
     def clear(self, region: Region) -> None:
         """Let all rows of a table go."""
-        table, inside = self.table, slice(region.first_slot, region.first_slot + region.num_slots)
-        table.slot_of[region.first_row : region.first_row + region.num_rows] = 0
-        table.owner[inside], table.used[inside], table.dirty[inside] = -1, 0, 0
+        self.table.clear(self._ranges[region.name])
 
     def finish(self) -> None:
         """Wait until no row is on its way."""

@@ -1,9 +1,9 @@
-"""Rows of contiguous ids in this process's memory: row i stands at byte i * row_bytes."""
+"""Rows of contiguous ids in this process's memory, without an index."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Final
 
@@ -24,7 +24,8 @@ _SHARE_BYTES: Final = 256 << 10  # rows that one thread copies at least
 class ArrayTier:
     """Rows of ids 0 <= id < num_ids in host memory, without an index; nothing survives the process.
 
-    Threads share large calls. Keys that rise are read and written in the order of addresses.
+    Row i stands at byte i * row_bytes, unless `place_by` says where. Threads share large calls. Keys that rise are read
+    and written in the order of addresses.
 
     Memory: row_bytes + 1 an id, which the system gives as rows are written.
 
@@ -58,6 +59,19 @@ class ArrayTier:
         self._counter = StatsCounter(layout.row_bytes)
         self._lock = threading.RLock()
         self._is_open = True
+        self._place: Callable[[Keys], Keys] | None = None
+
+    def place_by(self, place: Callable[[Keys], Keys]) -> None:
+        """Let another keep the rows in an order of its own.
+
+        Args:
+            place: returns for ids, all inside the tier, which rows of `memory` are theirs; no two ids share one.
+        """
+        with self._lock:
+            self._place = place
+
+    def _placed(self, keys: Keys) -> Keys:
+        return keys if self._place is None else self._place(keys)
 
     def _check_open(self) -> None:
         if not self._is_open:
@@ -80,7 +94,11 @@ class ArrayTier:
         with self._counter.fetching() as count, self._lock:
             self._check_open()
             found = self._known(keys)
-            places = keys if found.all() else np.where(found, keys, -1)
+            if found.all():
+                places = self._placed(keys)
+            else:
+                places = np.full(len(keys), -1)
+                places[found] = self._placed(keys[found])
             parts = self._shares(keys)
             run_all([partial(gather_rows, self.memory, places[low:high], out[low:high]) for low, high in parts])
             hits = int(np.count_nonzero(found))
@@ -104,7 +122,8 @@ class ArrayTier:
             self._check_open()
             # Of a repeated key the last row counts, which threads would not know.
             parts = self._shares(keys) if bool((keys[1:] > keys[:-1]).all()) else [(0, len(keys))]
-            run_all([partial(copy_to_rows, self.memory, keys[low:high], rows[low:high]) for low, high in parts])
+            places = self._placed(keys)
+            run_all([partial(copy_to_rows, self.memory, places[low:high], rows[low:high]) for low, high in parts])
             self._present[keys] = True
 
     def note_written(self, first: int, stop: int) -> None:
@@ -129,7 +148,7 @@ class ArrayTier:
             with self._lock:
                 self._check_open()
                 keys = np.flatnonzero(self._present[start : start + batch_rows]) + start
-                rows = self.memory[keys]
+                rows = self.memory[self._placed(keys)]
             if len(keys):
                 yield keys, rows
 

@@ -62,7 +62,9 @@ class Model:
         table = self.table
         found = {
             "slot_of": table.slot_of,
+            "row_at": table.row_at,
             "owner": table.owner,
+            "kept": table.kept,
             "used": table.used,
             "heat": table.heat,
             "dirty": table.dirty,
@@ -70,6 +72,24 @@ class Model:
         found |= {"counts": table.counts, "moved": self.host.moved, **self.columns}
         found |= {f"memory {t}": one for t, one in enumerate(self.memory) if one is not None}
         return {name: one.cpu() for name, one in found.items()}
+
+
+def check_places(model: Model) -> None:
+    """Each place is of one row; the copy of a row in a slot that is not changed is at its place."""
+    table = model.table
+    places = table.places_of(torch.arange(table.num_rows, device=model.device))
+    for t, one in enumerate(RANGES):
+        if t == WHOLE:
+            continue
+        inside = slice(one.first_row, one.first_row + one.num_rows)
+        own = places[inside]
+        assert torch.equal(own.sort().values.cpu(), torch.arange(inside.start, inside.stop))
+        assert torch.equal(table.row_at[own].cpu(), torch.arange(inside.start, inside.stop, dtype=torch.int32))
+        slots = torch.arange(one.first_slot, one.first_slot + one.num_slots, device=model.device)
+        clean = slots[(table.owner[slots] >= 0) & (table.dirty[slots] == 0)]
+        copies = model.memory[t][places[table.owner[clean]] - one.first_row]
+        rows = torch.cat([part[clean].reshape(len(clean), part[0].numel()) for part in model.columns.values()], 1)
+        assert torch.equal(copies[:, : rows.shape[1]], rows)
 
 
 def draw(rng: torch.Generator, size: int, dtype: torch.dtype) -> torch.Tensor:
@@ -96,6 +116,7 @@ def test_the_state_is_that_of_the_reference(device: torch.device, dtype: torch.d
         if report[0]:
             own = found.state()
             assert torch.equal(own["owner"][slots.long()], rows.long())
+            check_places(found)
             assert all(torch.equal(one, own[name]) for name, one in truth.state().items()), stamp
     assert wide > 1 or (0 in ended and 1 in ended)
 
@@ -112,13 +133,14 @@ def test_rows_keep_what_was_added_to_them_wherever_they_are(device: torch.device
         assert len(slots.unique()) == len(rows)
         for row in rows.tolist():
             added[row] = added.get(row, 0) + stamp
-    slot_of = model.table.slot_of.cpu()
+    every = torch.arange(model.table.num_rows, device=device)
+    slot_of, place_of = (found.cpu() for found in (model.table.slots_of(every), model.table.places_of(every)))
     for row, amount in added.items():
         t = next((t for t, one in enumerate(RANGES) if one.first_row <= row < one.first_row + one.num_rows), None)
         if t is None:
             continue
-        slot, place = int(slot_of[row]) - 1, row - RANGES[t].first_row
-        start = torch.zeros(12, dtype=torch.int32) if first[t] is None else first[t][place].cpu()
+        slot, at, place = int(slot_of[row]), row - RANGES[t].first_row, int(place_of[row]) - RANGES[t].first_row
+        start = torch.zeros(12, dtype=torch.int32) if first[t] is None else first[t][at].cpu()
         if slot >= 0:
             parts: list[Any] = [one[slot].view(-1).cpu() for one in model.columns.values()]
             assert torch.equal(torch.cat(parts), start[:11] + amount)
@@ -192,3 +214,18 @@ def test_heat_halves_and_stays_in_32_bits(device: torch.device) -> None:
     for stamp in range(1, 4):
         model.step(torch.cat([rows, rows]), stamp, stamp, torch.arange(0))
     assert model.table.heat[:3].tolist() == [1535 - 1] * 3  # each batch counts a row once
+
+
+def test_a_changed_row_that_leaves_exchanges_places_with_the_row_that_comes(device: torch.device) -> None:
+    model, every = Model(device, "gpu"), torch.arange(300)
+    model.step(every, 1, 1, torch.arange(100, 300))
+    model.step(torch.arange(1000, 1300), 2, 2, torch.arange(0))
+    check_places(model)
+    places = model.table.places_of(torch.arange(3000, device=device)).cpu()
+    exchanged = torch.arange(3000)
+    exchanged[100:300], exchanged[1100:1300] = torch.arange(1100, 1300), torch.arange(100, 300)
+    assert torch.equal(places, exchanged)  # rows 0 to 99 were not changed: their copies were still at their places
+    assert model.host.moved.tolist() == [600, 200]
+    model.table.clear(RANGES[0])
+    model.table.put_in_order(RANGES[0])
+    assert torch.equal(model.table.places_of(torch.arange(3000, device=device)).cpu(), torch.arange(3000))

@@ -3,8 +3,13 @@
 Shapes: T tables, R rows of all of them, S slots, N entries of a batch, M rows of a batch that have no slot.
 
 contract    `admit` gives every row of a batch a slot: rows that have none take free slots, then those of rows that no
-            batch in use needs, the longest unused first. `swap` writes rows that lost their slots to host memory and
-            reads those that got them, in the order of addresses. The host reads no count before it launches.
+            batch in use needs, the longest unused first. `swap` reads the rows that got slots out of host memory, in
+            the order of addresses, and writes each changed row that lost its slot to the address that was just read.
+            The host reads no count before it launches.
+places      A table has as many places in host memory as rows. A row without a slot is at its place. A row in a slot
+            keeps a place, too: there is its copy while it is not changed. A changed row that leaves its slot takes the
+            place of the row that comes, which keeps the other's, so that both moves need one translation of an
+            address; where rows lie far apart, translations are what they cost.
 reference   `reference.py`, plain torch
 gpu         `gpu.py`, Triton
 """
@@ -27,6 +32,7 @@ __all__ = [
     "FREE",
     "HALF_LIFE",
     "HEAT",
+    "MAX_ROWS",
     "NUM_AGES",
     "OLDEST",
     "HostRows",
@@ -46,6 +52,8 @@ HALF_LIFE: Final = 512
 """In batches. A row that every batch uses comes to 740 times `HEAT`, which 32 bits hold."""
 ALWAYS_USED: Final = 2**31 - 1
 """In place of the stamp of a slot's last use, where its row stays."""
+MAX_ROWS: Final = 2**31 - 2
+"""Of all tables together: -1 - a place is a number of 32 bits."""
 _ROWS_OF_BLOCK: Final = 32_768
 _SLOTS_OF_BLOCK: Final = 4096
 _PART_WORDS: Final = 512
@@ -71,21 +79,22 @@ class SlotPlan:
     """What a batch changes; valid until the next but one `admit` of the same table.
 
     Args:
-        new_rows, new_slots: (C,), of which the first M are set: rows that got slots, rising, and these.
-        old_rows: (C,), rows that had these slots, rising within a table behind -1 for slots that were free.
-        is_dirty: (C,), uint8: whether the old row was changed since it was read.
-        sources, targets: (C,), int64: room for addresses.
+        new_rows, new_places, new_slots: (C,), of which the first M are set: rows that got slots, where they were,
+            rising, and the slots.
+        old_rows: (C,), rows that had these slots, or -1 for slots that were free.
+        is_dirty: (C,), uint8: whether the old row was changed, and goes to the place of the new one.
+        addresses: (C,), int64: room for those of the places.
         starts: (T + 1,), int64: where each table's rows begin among the first M.
         report: (2 + 2 T,), int64: 1 if all rows got slots, else 0 and nothing has changed; M; of each table how many
             of its rows had no slot, then how many of its slots are in use.
     """
 
     new_rows: Tensor
+    new_places: Tensor
     new_slots: Tensor
     old_rows: Tensor
     is_dirty: Tensor
-    sources: Tensor
-    targets: Tensor
+    addresses: Tensor
     starts: Tensor
     report: Tensor
 
@@ -159,7 +168,7 @@ class _PlanBuffers:
 class SlotTable:
     """The slots of several tables and what they hold; all of it lies on one device, and calls follow one another there.
 
-    Memory: 4.25 bytes for each row of the tables, 18 bytes for each slot, and 96 bytes for each entry of a batch.
+    Memory: 8.13 bytes for each row of the tables, 22 bytes for each slot, and 96 bytes for each entry of a batch.
 
     Args:
         ranges: the tables.
@@ -167,11 +176,13 @@ class SlotTable:
         device: of the slots.
 
     Attributes:
-        slot_of: (R + pinned,), int32: of each row its slot + 1, or 0.
+        slot_of: (R + pinned,), int32: of each row its slot + 1, or -1 - its place. Places count as rows do.
+        row_at: (R,), int32: of each place its row.
+        kept: (S + pinned,), int32: of each slot in use the place that its row keeps.
         owner: (S + pinned,), int64: of each slot its row, or -1.
         used: (S + pinned,), int32: the stamp of the last batch that used a slot, or `ALWAYS_USED`.
         heat: (S + pinned,), int32: how often, and how lately, batches used it.
-        dirty: (S + pinned,), uint8: whether a row was changed since it was read.
+        dirty: (S + pinned,), uint8: whether a row differs from what is at its place.
         counts: (2,), int64: entries that were looked up, and those whose row had no slot.
 
     Example:
@@ -190,10 +201,13 @@ class SlotTable:
         self.num_rows = sum(one.num_rows for one in ranges)
         self.num_slots = sum(one.num_slots for one in ranges)
         every = self.num_slots + pinned
-        self.slot_of = torch.zeros(self.num_rows + pinned, dtype=torch.int32, device=device)
+        self.row_at = torch.arange(self.num_rows, dtype=torch.int32, device=device)
+        self.slot_of = torch.empty(self.num_rows + pinned, dtype=torch.int32, device=device)
+        self.slot_of[: self.num_rows] = -1 - self.row_at
         self.slot_of[self.num_rows :] = torch.arange(self.num_slots + 1, every + 1, dtype=torch.int32)
         self.owner = torch.full((every,), -1, dtype=torch.int64, device=device)
         self.owner[self.num_slots :] = torch.arange(self.num_rows, self.num_rows + pinned)
+        self.kept = torch.zeros(every, dtype=torch.int32, device=device)
         self.used = torch.zeros(every, dtype=torch.int32, device=device)
         self.used[self.num_slots :] = ALWAYS_USED
         self.heat = torch.zeros_like(self.used)
@@ -216,7 +230,7 @@ class SlotTable:
     def tensors(self) -> list[Tensor]:
         """Return what lies on the device."""
         own = [part for one in self._buffers for part in (one.starts, one.report)]
-        return [self.slot_of, self.owner, self.used, self.heat, self.dirty, self.counts, *own]
+        return [self.slot_of, self.row_at, self.owner, self.kept, self.used, self.heat, self.dirty, self.counts, *own]
 
     def admit(self, rows: Tensor, slots: Tensor, *, stamp: int, guard: int) -> SlotPlan:
         """Give the rows of a batch slots.
@@ -232,14 +246,14 @@ class SlotTable:
         own = self._buffers[0]
         if len(own.room) < 6 * capacity:
             own.room = torch.empty(6 * capacity, dtype=torch.int64, device=self.device)
-        new_rows, new_slots, old_rows, sources, targets, last = own.room[: 6 * capacity].view(6, capacity)
+        new_rows, new_places, new_slots, old_rows, addresses, last = own.room[: 6 * capacity].view(6, capacity)
         is_dirty = last.view(torch.uint8)[:capacity]
-        plan = SlotPlan(new_rows, new_slots, old_rows, is_dirty, sources, targets, own.starts, own.report)
+        plan = SlotPlan(new_rows, new_places, new_slots, old_rows, is_dirty, addresses, own.starts, own.report)
         self._kernels().admit(self, rows, slots, stamp, guard, plan)
         return plan
 
     def swap(self, plan: SlotPlan, host: HostRows) -> None:
-        """Write changed rows that lost their slots to host memory, and read those that got them.
+        """Read the rows that got slots out of host memory, and write changed rows that lost them to the same places.
 
         Args:
             plan: of the last `admit`, or of the one before.
@@ -247,6 +261,28 @@ class SlotTable:
         """
         if host.row_words:
             self._kernels().swap(self, plan, host)
+
+    def slots_of(self, rows: Tensor) -> Tensor:
+        """Return the slots of rows, (n,), int64, or -1."""
+        return self.slot_of[rows].to(torch.int64).clamp(min=0) - 1
+
+    def places_of(self, rows: Tensor) -> Tensor:
+        """Return where rows, (n,), are in host memory, int64; of a row in a slot the place that it keeps."""
+        found = self.slot_of[rows].to(torch.int64)
+        return torch.where(found > 0, self.kept[found.clamp(min=1) - 1].to(torch.int64), -1 - found)
+
+    def clear(self, own: SlotRange) -> None:
+        """Let all rows of a table go to the places that they keep; nothing is written."""
+        inside = slice(own.first_slot, own.first_slot + own.num_slots)
+        held = self.owner[inside] >= 0
+        self.slot_of[self.owner[inside][held]] = -1 - self.kept[inside][held]
+        self.owner[inside], self.used[inside], self.dirty[inside] = -1, 0, 0
+
+    def put_in_order(self, own: SlotRange) -> None:
+        """Give each row of a table, none of which has a slot, the place of its own number."""
+        inside = slice(own.first_row, own.first_row + own.num_rows)
+        self.row_at[inside] = torch.arange(inside.start, inside.stop, dtype=torch.int32, device=self.device)
+        self.slot_of[inside] = -1 - self.row_at[inside]
 
     def mark_dirty(self, slots: Tensor) -> None:
         """Note that rows in slots, (n,), were changed."""

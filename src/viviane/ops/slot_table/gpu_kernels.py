@@ -1,7 +1,7 @@
 """Kernels of `viviane.ops.slot_table.gpu`: find slots, list wanted rows, choose slots to take, move rows.
 
-Sets of rows are bits: those of a table begin at a word of their own, and 1,024 words are a block. A prefix sum of the
-blocks' counts turns a set into a rising list, so that nothing is sorted.
+The set of places that are wanted is bits: those of a table begin at a word of their own, and 1,024 words are a block. A
+prefix sum of the blocks' counts turns it into a rising list, so that nothing is sorted.
 """
 
 import triton
@@ -45,7 +45,7 @@ def find_kernel(
     rows, slots, slot_of, used, heat, wanted, counts, first_rows, first_bits, stamp, count, num_tables,
     one: tl.constexpr, half_life: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
-    """Write the slots that rows have, note their use, and collect the rows that have none."""
+    """Write the slots that rows have, note their use, and collect the places of rows that have none."""
     n = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     here = n < count
     row = tl.load(rows + n, mask=here, other=0).to(tl.int64)
@@ -59,7 +59,7 @@ def find_kernel(
         for t in range(num_tables):
             first = tl.load(first_rows + t)
             shift = tl.where(row >= first, tl.load(first_bits + t) - first, shift)
-        _set_bit(wanted, row + shift, absent)
+        _set_bit(wanted, shift - slot - 2, absent)  # of a row without a slot, slot_of - 1 is -2 - its place
         tl.atomic_add(counts + 1, number.to(tl.int64), sem="relaxed")
     if tl.program_id(0) == 0:
         tl.atomic_add(counts, tl.full([], 0, tl.int64) + count, sem="relaxed")
@@ -132,49 +132,55 @@ def choose_ages_kernel(found, wanted_stops, first_blocks, limits, needs, ages: t
 
 
 @triton.jit(do_not_specialize=["num_tables"])
-def report_kernel(limits, needs, starts, shifts, report, num_tables, block: tl.constexpr):
-    """Write where tables begin among the new rows, how far their old rows stand behind, and what the host asks for."""
+def report_kernel(limits, needs, starts, report, num_tables, block: tl.constexpr):
+    """Write where tables begin among the new rows, and what the host asks for."""
     t = tl.arange(0, block)
     here = t < num_tables
     need = tl.load(needs + t * 2, mask=here, other=0)
-    free = tl.load(limits + t * 4 + 2, mask=here, other=0)
     fits = tl.load(limits + t * 4 + 3, mask=here, other=1)
     stop = tl.cumsum(need, 0)
-    leaving = need - free
     tl.store(starts + t, (stop - need).to(tl.int64), mask=here)
     tl.store(starts + num_tables, tl.sum(need, 0).to(tl.int64))
-    tl.store(shifts + t, (stop - need) + free - (tl.cumsum(leaving, 0) - leaving), mask=here)
     tl.store(report, tl.min(fits, 0).to(tl.int64))
     tl.store(report + 1, tl.sum(need, 0).to(tl.int64))
     tl.store(report + 2 + t, need.to(tl.int64), mask=here)
     tl.store(report + 2 + num_tables + t, tl.load(needs + t * 2 + 1, mask=here, other=0).to(tl.int64), mask=here)
 
 
+@triton.jit
+def _kinds(age, chosen, ages: tl.constexpr):
+    """Return as 0 or 1 whether slots are free, are older than the chosen age, or are of exactly this age."""
+    is_free = age == ages - 1
+    return is_free.to(tl.int32), ((age > chosen) & ~is_free).to(tl.int32), ((age == chosen) & (age > 0)).to(tl.int32)
+
+
 @triton.jit(do_not_specialize=["num_blocks"])
 def count_slots_kernel(blocks, classes, limits, found, num_blocks, ages: tl.constexpr, block: tl.constexpr):
-    """Write of each block how many slots have exactly the chosen age, then how many are free: (2, B)."""
+    """Write of each block how many slots are free, are older than the chosen age, and are of this age: (3, B)."""
     b = tl.program_id(0)
     at = blocks + b * 3
     table, first, count = tl.load(at), tl.load(at + 1), tl.load(at + 2)
     j = tl.arange(0, block)
     age = tl.load(classes + first + j, mask=j < count, other=0).to(tl.int32)
-    chosen = tl.load(limits + table * 4)
-    tl.store(found + b, tl.sum(((age == chosen) & (age > 0)).to(tl.int32), 0))
-    tl.store(found + num_blocks + b, tl.sum((age == ages - 1).to(tl.int32), 0))
+    is_free, is_older, is_tie = _kinds(age, tl.load(limits + table * 4), ages)
+    tl.store(found + b, tl.sum(is_free, 0))
+    tl.store(found + num_blocks + b, tl.sum(is_older, 0))
+    tl.store(found + 2 * num_blocks + b, tl.sum(is_tie, 0))
 
 
 @triton.jit
-def _before(stops, b, first):
-    """Return the sum of the blocks from `first` on and before `b`."""
-    return tl.load(stops + b - 1, mask=b > 0, other=0) - tl.load(stops + first - 1, mask=first > 0, other=0)
+def _ranks(flags, stops, b, first):
+    """Return how many slots of a kind stand before each of a block, in the blocks from `first` on."""
+    before = tl.load(stops + b - 1, mask=b > 0, other=0) - tl.load(stops + first - 1, mask=first > 0, other=0)
+    return before + tl.cumsum(flags, 0) - flags
 
 
 @triton.jit(do_not_specialize=["num_blocks"])
 def take_slots_kernel(
-    blocks, first_blocks, owner, classes, limits, stops, starts, report, first_rows, first_bits, leaving, new_slots,
-    old_rows, num_blocks, ages: tl.constexpr, block: tl.constexpr,
+    blocks, first_blocks, owner, classes, limits, needs, stops, starts, report, new_slots, old_rows, num_blocks,
+    ages: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
-    """List the free slots to take, and collect the rows that lose theirs."""
+    """List the slots to take with the rows that lose them: free ones, older ones, then some of the chosen age."""
     if tl.load(report) == 0:
         return
     b = tl.program_id(0)
@@ -184,25 +190,24 @@ def take_slots_kernel(
     slot = first + tl.arange(0, block)
     here = tl.arange(0, block) < count
     age = tl.load(classes + slot, mask=here, other=0).to(tl.int32)
-    chosen = tl.load(limits + table * 4)
-    tie, free = tl.load(limits + table * 4 + 1), tl.load(limits + table * 4 + 2)
-    is_tie, is_free = ((age == chosen) & (age > 0)).to(tl.int32), (age == ages - 1).to(tl.int32)
-    tie_rank = _before(stops, b, first_block) + tl.cumsum(is_tie, 0) - is_tie
-    free_rank = _before(stops + num_blocks, b, first_block) + tl.cumsum(is_free, 0) - is_free
-    place = tl.load(starts + table) + free_rank
+    is_free, is_older, is_tie = _kinds(age, tl.load(limits + table * 4), ages)
+    ties, free, need = tl.load(limits + table * 4 + 1), tl.load(limits + table * 4 + 2), tl.load(needs + table * 2)
+    free_rank = _ranks(is_free, stops, b, first_block)
+    older_rank = _ranks(is_older, stops + num_blocks, b, first_block)
+    tie_rank = _ranks(is_tie, stops + 2 * num_blocks, b, first_block)
     takes_free = (is_free > 0) & (free_rank < free)
-    tl.store(new_slots + place, slot.to(tl.int64), mask=takes_free)
-    tl.store(old_rows + place, tl.full([block], -1, tl.int64), mask=takes_free)
-    leaves = (is_free == 0) & ((age > chosen) | ((is_tie > 0) & (tie_rank < tie)))
-    row = tl.load(owner + slot, mask=leaves, other=0)
-    _set_bit(leaving, row - tl.load(first_rows + table) + tl.load(first_bits + table), leaves)
+    takes_tie = (is_free == 0) & (is_tie > 0) & (tie_rank < ties)
+    rank = tl.where(takes_free, free_rank, tl.where(takes_tie, need - ties + tie_rank, free + older_rank))
+    taken = takes_free | takes_tie | (is_older > 0)
+    place = tl.load(starts + table) + rank
+    tl.store(new_slots + place, slot.to(tl.int64), mask=taken)
+    row = tl.load(owner + slot, mask=taken & (is_free == 0), other=-1)
+    tl.store(old_rows + place, row, mask=taken)
 
 
 @triton.jit
-def list_rows_kernel(
-    words, blocks, stops, shifts, report, slot_of, listed, slots, with_slots: tl.constexpr, block: tl.constexpr
-):  # fmt: skip
-    """List the rows of a set in their order, moved by their table's shift, with their slots if asked; empty the set."""
+def list_places_kernel(words, blocks, stops, report, row_at, places, rows, block: tl.constexpr):
+    """List the places of a set in their order, with the rows that are there; empty the set."""
     b = tl.program_id(0).to(tl.int64)
     w = b * block + tl.arange(0, block)
     stop = tl.load(stops + b)
@@ -214,39 +219,41 @@ def list_rows_kernel(
     if tl.load(report) == 0:
         return
     ones = _ones(word)
-    place = (before + tl.cumsum(ones, 0) - ones).to(tl.int64)
-    if with_slots:
-        place += tl.load(shifts + tl.load(blocks + b * 3))
-    row = tl.load(blocks + b * 3 + 1) + tl.arange(0, block).to(tl.int64) * 32
+    at = (before + tl.cumsum(ones, 0) - ones).to(tl.int64)
+    first = tl.load(blocks + b * 3 + 1) + tl.arange(0, block).to(tl.int64) * 32
     for _ in range(tl.max(ones, 0)):  # the lowest bit of each word that is left
         is_set = word != 0
         lowest = word & (0 - word)
-        own = row + _ones(lowest - 1)
-        tl.store(listed + place, own, mask=is_set)
-        if with_slots:
-            slot = tl.load(slot_of + own, mask=is_set, other=1) - 1
-            tl.store(slots + place, slot.to(tl.int64), mask=is_set)
-        place += is_set.to(tl.int64)
+        place = first + _ones(lowest - 1)
+        tl.store(places + at, place, mask=is_set)
+        tl.store(rows + at, tl.load(row_at + place, mask=is_set, other=0).to(tl.int64), mask=is_set)
+        at += is_set.to(tl.int64)
         word ^= lowest
 
 
 @triton.jit(do_not_specialize=["stamp"])
 def give_slots_kernel(
-    new_rows, new_slots, old_rows, is_dirty, report, slot_of, owner, used, heat, dirty, stamp, one: tl.constexpr,
-    block: tl.constexpr,
+    new_rows, new_places, new_slots, old_rows, is_dirty, report, slot_of, row_at, owner, kept, used, heat, dirty,
+    stamp, one: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
-    """Hand the chosen slots over, and note which of the old rows were changed."""
+    """Hand the chosen slots over; a changed row that loses its slot exchanges places with the one that gets it."""
     i = tl.program_id(0) * block + tl.arange(0, block)
     here = i < tl.load(report + 1) * tl.load(report)
     row, old = tl.load(new_rows + i, mask=here, other=0), tl.load(old_rows + i, mask=here, other=-1)
-    slot = tl.load(new_slots + i, mask=here, other=0)
-    tl.store(is_dirty + i, tl.load(dirty + slot, mask=here, other=0), mask=here)
-    tl.store(slot_of + old, tl.full([block], 0, tl.int32), mask=here & (old >= 0))
+    slot, place = tl.load(new_slots + i, mask=here, other=0), tl.load(new_places + i, mask=here, other=0)
+    keeps = tl.load(kept + slot, mask=here, other=0).to(tl.int64)
+    leaves = here & (old >= 0)
+    writes = leaves & (tl.load(dirty + slot, mask=here, other=0) > 0)
+    tl.store(is_dirty + i, writes.to(tl.uint8), mask=here)
+    tl.store(slot_of + old, (-1 - tl.where(writes, place, keeps)).to(tl.int32), mask=leaves)
     tl.store(slot_of + row, (slot + 1).to(tl.int32), mask=here)
+    tl.store(row_at + place, old.to(tl.int32), mask=writes)
+    tl.store(row_at + keeps, row.to(tl.int32), mask=writes)
+    tl.store(kept + slot, place.to(tl.int32), mask=here & ~writes)
     tl.store(owner + slot, row, mask=here)
     tl.store(used + slot, tl.full([block], 0, tl.int32) + stamp, mask=here)
     tl.store(heat + slot, tl.full([block], one, tl.int32), mask=here)
-    tl.store(dirty + slot, tl.full([block], 0, tl.uint8), mask=here)
+    tl.store(dirty + slot, writes.to(tl.uint8), mask=here)  # what is at the place that it keeps is not this row
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -262,10 +269,10 @@ def resolve_kernel(rows, slots, slot_of, count, block: tl.constexpr):
 
 @triton.jit(do_not_specialize=["first_table", "last_table", "row_bytes"])
 def address_kernel(
-    new_rows, old_rows, is_dirty, starts, report, addresses, first_rows, sources, targets, moved, first_table,
-    last_table, row_bytes, block: tl.constexpr,
+    new_places, is_dirty, starts, report, addresses, first_rows, found, moved, first_table, last_table, row_bytes,
+    block: tl.constexpr,
 ):  # fmt: skip
-    """Write where rows lie in host memory: those to read, and those to write, 0 where there is nothing to write.
+    """Write the addresses of places in host memory, and count what moves.
 
     Args:
         addresses, first_rows: of the tables of this layout, where their rows lie and the first of these.
@@ -275,32 +282,32 @@ def address_kernel(
         stop = start
     i = start + tl.program_id(0) * block + tl.arange(0, block)
     here = i < stop
-    new, old = tl.load(new_rows + i, mask=here, other=0), tl.load(old_rows + i, mask=here, other=-1)
-    writes = here & (tl.load(is_dirty + i, mask=here, other=0) > 0) & (old >= 0)
+    place = tl.load(new_places + i, mask=here, other=0)
     memory, first = tl.full([block], 0, tl.int64), tl.full([block], 0, tl.int64)
     for t in range(last_table - first_table):
         own = tl.load(first_rows + first_table + t)
-        memory = tl.where(new >= own, tl.load(addresses + t), memory)
-        first = tl.where(new >= own, own, first)
-    tl.store(sources + i, memory + (new - first) * row_bytes, mask=here)
-    tl.store(targets + i, tl.where(writes, memory + (old - first) * row_bytes, 0), mask=here)
+        memory = tl.where(place >= own, tl.load(addresses + t), memory)
+        first = tl.where(place >= own, own, first)
+    tl.store(found + i, memory + (place - first) * row_bytes, mask=here)
     number = tl.sum(here.to(tl.int64), 0)
     if number > 0:
         tl.atomic_add(moved, number, sem="relaxed")
-        tl.atomic_add(moved + 1, tl.sum(writes.to(tl.int64), 0), sem="relaxed")
+        written = tl.load(is_dirty + i, mask=here, other=0)
+        tl.atomic_add(moved + 1, tl.sum(written.to(tl.int64), 0), sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["first_table", "last_table", "first_slot", "num_parts", "few_rows"])
 def swap_kernel(
-    new_slots, sources, targets, starts, report, parts, first_table, last_table, first_slot, num_parts, few_rows,
+    new_slots, addresses, is_dirty, starts, report, parts, first_table, last_table, first_slot, num_parts, few_rows,
     few: tl.constexpr, aligned: tl.constexpr, width: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
-    """Move rows between slots and host memory, both ways at once and in the order of their addresses.
+    """Exchange rows between slots and host memory, in the order of their addresses.
 
-    Both lists rise, so that the programs together read and write the same region of host memory at a time.
+    Addresses rise, so that the programs together are at work in one region of host memory at a time. What is written
+    goes to the address that the same threads have read from.
 
     Args:
-        sources, targets: what `address_kernel` wrote.
+        addresses: what `address_kernel` wrote.
         parts: (C, 4): of each part of a column its address, how far apart its rows lie, its offset in a row of host
             memory, and its width, in words.
         few_rows: up to so many are moved by the first `few` programs alone.
@@ -317,17 +324,18 @@ def swap_kernel(
     for at in range(start + tl.program_id(0) * block, stop, programs * block):
         i = at + tl.arange(0, block)
         here = i < stop
-        source, target = tl.load(sources + i, mask=here, other=0), tl.load(targets + i, mask=here, other=0)
+        address, writes = tl.load(addresses + i, mask=here, other=0), tl.load(is_dirty + i, mask=here, other=0)
         slot = tl.load(new_slots + i, mask=here, other=0) - first_slot
         for c in range(num_parts):
             column, apart = tl.load(parts + c * 4), tl.load(parts + c * 4 + 1)
             offset, size = tl.load(parts + c * 4 + 2), tl.load(parts + c * 4 + 3)
             inside = w < tl.multiple_of(size, aligned // 4)
-            fresh = tl.load(_words(source + offset * 4, w, aligned), mask=here[:, None] & inside, other=0)
+            words = _words(address + offset * 4, w, aligned)
+            fresh = tl.load(words, mask=here[:, None] & inside, other=0)
             place = _words(column + slot * apart * 4, w, aligned)
-            leaves = (target > 0)[:, None] & inside
+            leaves = (writes > 0)[:, None] & inside
             gone = tl.load(place, mask=leaves, other=0)
-            tl.store(_words(target + offset * 4, w, aligned), gone, mask=leaves)
+            tl.store(words, gone, mask=leaves)
             tl.store(place, fresh, mask=here[:, None] & inside)
 
 

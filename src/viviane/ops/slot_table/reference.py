@@ -11,14 +11,14 @@ from viviane.ops.slot_table import FREE, HALF_LIFE, HEAT, OLDEST, HostRows, Slot
 def admit(table: SlotTable, rows: Tensor, slots: Tensor, stamp: int, guard: int, plan: SlotPlan) -> None:
     """Give the rows of a batch slots; see `SlotTable.admit`."""
     rows = rows.to(torch.int64)
-    found = table.slot_of[rows].to(torch.int64) - 1
+    found = table.slots_of(rows)
     absent = found < 0
     hits = torch.unique(found[~absent])
     hits = hits[table.used[hits] < stamp]
     table.heat[hits] = cooled(table.heat[hits], stamp - table.used[hits]) + HEAT
     table.used[hits] = stamp
     table.counts += torch.stack([torch.tensor(len(rows)), absent.sum().cpu()]).to(table.device)
-    wanted = torch.unique(rows[absent])
+    wanted = torch.unique(table.places_of(rows[absent]))
     own = [wanted[(wanted >= r.first_row) & (wanted < r.first_row + r.num_rows)] for r in table.ranges]
     ages = [_ages(table, one, stamp, guard) for one in table.ranges]
     needs = [len(one) for one in own]
@@ -28,17 +28,20 @@ def admit(table: SlotTable, rows: Tensor, slots: Tensor, stamp: int, guard: int,
     plan.starts.copy_(torch.tensor([0, *torch.tensor(needs).cumsum(0).tolist()]))
     if not fits:
         return
-    for new, part, age, start in zip(own, table.ranges, ages, plan.starts.tolist(), strict=False):
-        taken = torch.sort(age, descending=True, stable=True).indices[: len(new)] + part.first_slot
-        old = table.owner[taken]
-        order = torch.argsort(old, stable=True)  # free slots, -1, first
-        taken, old = taken[order], old[order]
-        where = slice(start, start + len(new))
-        plan.new_rows[where], plan.new_slots[where], plan.old_rows[where] = new, taken, old
-        plan.is_dirty[where] = table.dirty[taken]
-        table.slot_of[old[old >= 0]] = 0
+    for places, part, age, start in zip(own, table.ranges, ages, plan.starts.tolist(), strict=False):
+        taken = _taken(age, len(places)) + part.first_slot
+        new, old, kept = table.row_at[places].to(torch.int64), table.owner[taken], table.kept[taken].to(torch.int64)
+        dirty = (table.dirty[taken] > 0) & (old >= 0)
+        where = slice(start, start + len(places))
+        plan.new_rows[where], plan.new_places[where], plan.new_slots[where] = new, places, taken
+        plan.old_rows[where], plan.is_dirty[where] = old, dirty.to(torch.uint8)
+        leaves = old >= 0
+        table.slot_of[old[leaves]] = (-1 - torch.where(dirty, places, kept)[leaves]).to(torch.int32)
         table.slot_of[new] = (taken + 1).to(torch.int32)
-        table.owner[taken], table.used[taken], table.heat[taken], table.dirty[taken] = new, stamp, HEAT, 0
+        table.row_at[places[dirty]], table.row_at[kept[dirty]] = old[dirty].to(torch.int32), new[dirty].to(torch.int32)
+        table.kept[taken] = torch.where(dirty, kept, places).to(torch.int32)
+        table.owner[taken], table.used[taken], table.heat[taken] = new, stamp, HEAT
+        table.dirty[taken] = dirty.to(torch.uint8)  # what is at the place that it keeps is not this row
     slots.copy_(table.slot_of[rows] - 1)
 
 
@@ -58,6 +61,14 @@ def _ages(table: SlotTable, part: SlotRange, stamp: int, guard: int) -> Tensor:
     return ages
 
 
+def _taken(age: Tensor, count: int) -> Tensor:
+    """Return which slots of a table to take: free ones, then older ones than the last of them, then as old ones."""
+    taken = torch.sort(age, descending=True, stable=True).indices[:count]
+    own = age[taken]
+    kind = torch.where(own == FREE, 0, torch.where(own > own[-1:], 1, 2))
+    return taken[torch.argsort(kind * len(age) + taken)]
+
+
 def swap(table: SlotTable, plan: SlotPlan, host: HostRows) -> None:
     """Move rows between slots and host memory; see `SlotTable.swap`."""
     if not plan.report[0]:
@@ -67,15 +78,15 @@ def swap(table: SlotTable, plan: SlotPlan, host: HostRows) -> None:
         own = slice(starts[t], starts[t + 1])
         if memory is None or own.start == own.stop:
             continue
-        places = plan.new_slots[own] - host.first_slot
-        new, old = (one[own] - table.ranges[t].first_row for one in (plan.new_rows, plan.old_rows))
+        at, places = plan.new_slots[own] - host.first_slot, plan.new_places[own] - table.ranges[t].first_row
         dirty = plan.is_dirty[own] > 0
         for column in host.columns:
             slots = column.slots.view(torch.int32).view(len(column.slots), -1)
             rows = memory[:, column.offset : column.offset + column.width]
-            rows[old[dirty]] = slots[places[dirty]]
-            slots[places] = rows[new]
-        host.moved += torch.stack([torch.tensor(len(new), device=dirty.device), dirty.sum()])
+            fresh = rows[places]
+            rows[places[dirty]] = slots[at[dirty]]
+            slots[at] = fresh
+        host.moved += torch.stack([torch.tensor(len(places), device=dirty.device), dirty.sum()])
 
 
 def mark_dirty(dirty: Tensor, slots: Tensor) -> None:
