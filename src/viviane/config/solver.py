@@ -65,8 +65,8 @@ class Solver(Settings):
     """Number of newest checkpoints to keep; the best one by the first metric is kept in addition."""
     incremental_checkpoints: int = Field(default=0, ge=0, le=1000)
     """How many checkpoints after a whole one hold only the rows of tables that changed since the one before; they are
-    smaller and faster to write, and loading reads the whole one and all after it. Dynamic tables, tables with ema_decay
-    and optimizers with update="global" are whole in every checkpoint."""
+    smaller and faster to write, and loading reads the whole one and all after it. Tables with ema_decay and optimizers
+    with update="global" are whole in every checkpoint."""
     async_checkpoint: bool | Literal["auto"] = "auto"
     """Write checkpoints in a thread while training continues, with the same content; "auto" does so if tables are
     larger than 16 MiB. At most one is in progress; its error ends training at one of the next steps."""

@@ -35,6 +35,18 @@ class ChangedMarks:
         """Return which rows of a range have changed, rising, counted from its start; int64 on the host."""
         return self._marks[start:stop].nonzero().view(-1).cpu()
 
+    def grow(self, num_rows: int) -> None:
+        """Make room for at least `num_rows` rows; the new ones have not changed."""
+        have = len(self._marks)
+        if num_rows > have:
+            grown = torch.zeros(max(num_rows, 2 * have), dtype=torch.bool, device=self._marks.device)
+            grown[:have] = self._marks
+            self._marks = grown
+
+    def are_marked(self, start: int, stop: int) -> Tensor:
+        """Return of each row of a range whether it has changed, (stop - start,), bool; a view."""
+        return self._marks[start:stop]
+
     def clear(self) -> None:
         """Take all rows as unchanged from now on."""
         self._marks.zero_()

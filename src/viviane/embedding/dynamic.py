@@ -138,6 +138,7 @@ class DynamicTable(DynamicStore):
         rule = self._need_rule()
         self.lock.claim(self._where)
         self.num_steps += 1
+        self.changes.mark(entries.rows, self.capacity)
         update_rows(
             self.weight, self.state, entries, rule, lr=lr if rule.lr is None else rule.lr * factor,
             step=self.num_steps, scale=scale, seed=self._rounding, scratch=self._scratch,
@@ -203,6 +204,19 @@ class DynamicTable(DynamicStore):
         """
         self.check_released("import into")
         import_keys(self, content)
+
+    @serialized
+    def follow_changes(self) -> None:
+        """Note from now on which keys are used, added or changed, and forget what changed before.
+
+        What is written to `weight` or `state` by others is not noticed.
+        """
+        self.changes.follow(self.clock, self._held)
+
+    @serialized
+    def changed_rows(self) -> Tensor | None:
+        """Return the rows with keys that have changed since `follow_changes`, rising, (U,); None: all may have."""
+        return self.changes.rows(self.index)
 
     # Saving -------------------------------------------------------------------------------------------------
 

@@ -95,9 +95,15 @@ def import_keys(table: DynamicStore, content: DynamicContent) -> None:
         table.index.uses[rows] = scores & _CLOCK if table.table.eviction == "epoch_lfu" else scores
 
 
-def state_entries(table: DynamicStore, prefix: str) -> dict[str, Tensor]:
-    """Return the table's part of a state_dict: all that a later run needs to continue bit for bit."""
-    rows = table.index.rows_in_use()
+def state_entries(table: DynamicStore, prefix: str, rows: Tensor | None = None) -> dict[str, Tensor]:
+    """Return the table's part of a state_dict: all that a later run needs to continue bit for bit.
+
+    Args:
+        table: the table.
+        prefix: of the names.
+        rows: only the keys in these rows, rising; None: all keys. What does not belong to keys is complete.
+    """
+    rows = table.index.rows_in_use() if rows is None else rows
     parts = {"keys": table.index.keys[rows], "rows": rows, "weight": table.copied(table.weight, rows)}
     parts |= {f"state.{name}": table.copied(part, rows) for name, part in table.state.items()}
     parts |= {"stamps": table.index.stamps[rows], "free": table.index.free_rows()}

@@ -195,6 +195,22 @@ class DynamicStorage(TableStorage):
         """Return a copy of the table's content."""
         return state_entries(self.table, "")
 
+    @serialized
+    def follow_changes(self) -> None:
+        """Note from now on which keys are used, added or changed; what changed before is forgotten."""
+        self.table.follow_changes()
+
+    @serialized
+    def changed_rows(self, table: str) -> Tensor | None:
+        """Return the rows with keys that have changed since `follow_changes`, rising; None: all may have."""
+        return self.table.changed_rows()
+
+    def changed_tensors(self, table: str, rows: Tensor) -> dict[str, Tensor]:
+        """Return copies of the keys in some rows with all of theirs, and of free rows, counters and admission."""
+        found = state_entries(self.table, "", rows)
+        live = {name for name in found if name == "free" or name.startswith("admission.")}
+        return {name: part.clone() if name in live else part for name, part in found.items()}
+
     def restore(self, table: str, saved: SavedRows, *, weights_only: bool) -> None:
         """Replace the table's keys and all that belongs to them; `weights_only` starts the count of updates again."""
         self.table.replace(saved.content())

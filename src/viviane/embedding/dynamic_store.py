@@ -15,6 +15,7 @@ from viviane.config.optimizers import AnyOptimizer
 from viviane.core.errors import ConfigError, DataError
 from viviane.core.seeds import derive_seed
 from viviane.embedding.dynamic_admission import make_admission
+from viviane.embedding.dynamic_changes import DynamicChanges
 from viviane.embedding.dynamic_config import DynamicTableConfig
 from viviane.embedding.dynamic_rows import DynamicRows
 from viviane.embedding.initializers import table_seed
@@ -67,6 +68,8 @@ class DynamicStore(nn.Module):
         """Set by `next_epoch`."""
         self.num_steps = 0
         """Updates so far."""
+        self.changes = DynamicChanges(self.device)
+        """Rows that have changed since an increment asks for them."""
         self._held: int | None = None
         self._scratch = Scratch()
         self._marks = make_marks(self.device)
@@ -208,6 +211,7 @@ class DynamicStore(nn.Module):
         """Give keys that are there values, (N, D), and return which are, (N,), bool; the last entry of a key counts."""
         self._check_values(keys, values)
         rows = self.index.find(keys)
+        self.changes.mark(rows, self.capacity)
         self._marks.assign(self.weight, rows, values.contiguous())
         return rows >= 0
 
@@ -219,6 +223,7 @@ class DynamicStore(nn.Module):
         """
         self._check_values(keys, deltas)
         rows = self.index.find(keys)
+        self.changes.mark(rows, self.capacity)
         there = rows >= 0
         flat = deltas.to(torch.float32).contiguous().view(-1)
         own, sums = sum_rows(Entries(rows, flat), self.table.dim, num_rows=self.capacity, scratch=self._scratch)
@@ -309,6 +314,7 @@ class DynamicStore(nn.Module):
     @serialized
     def reset_state(self, rows: Tensor) -> None:
         """Put the optimizer state of rows back to its beginning."""
+        self.changes.mark(rows, self.capacity)
         self._values.begin_state(rows)
 
     def _fill_absent(self, rows: Tensor, keys: Tensor) -> Tensor:
@@ -338,6 +344,7 @@ class DynamicStore(nn.Module):
         Where optimizer state or what waits for admission is left out, they start over.
         """
         self.clear()
+        self.changes.stop()
         rows = saved["rows"].to(self.device)
         self.index.restore(saved["keys"], rows, saved["stamps"], saved.get("uses"), saved["free"])
         self._values.grow(self.index.num_rows)

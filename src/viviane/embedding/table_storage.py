@@ -337,11 +337,21 @@ class TableStorage(nn.Module, ABC):
         """
 
     def follow_changes(self) -> None:
-        """Note from now on which rows change, and forget what changed before; dynamic tables do not."""
+        """Note from now on which rows change, and forget what changed before."""
 
     def changed_rows(self, table: str) -> Tensor | None:
         """Return the rows of a table that have changed since `follow_changes`, rising; None: all may have."""
         return None
+
+    def changed_tensors(self, table: str, rows: Tensor) -> dict[str, Tensor]:
+        """Return copies of what an increment has of a table in memory: `checkpoint_tensors` of these rows alone.
+
+        Args:
+            table: its name.
+            rows: as `changed_rows` gave them.
+        """
+        live = self.checkpoint_tensors(table)
+        return {name: one.detach().index_select(0, rows.to(one.device)).cpu() for name, one in live.items()}
 
     def take_snapshots(self) -> bool:
         """Hold rows and state as they are now, for a checkpoint that is written beside training; return whether it can.

@@ -1,8 +1,9 @@
 """Incremental checkpoints: tables that hold only the rows that changed since a base, and the chain back to whole ones.
 
-A file of an increment has "keys" (n,), rising, and the rows of these keys, "weight" and "state.<name>". A table is read
-from the newest whole table of the chain and all increments after it. A checkpoint names its base by its folder, which
-stands beside it, and by the check sum of the base's manifest, so that another checkpoint is not taken for it.
+A file of an increment has "keys" (n,), rising, and the rows of these keys, "weight" and "state.<name>"; of a dynamic
+table see `dynamic_increments`. A table is read from the newest whole table of the chain and all increments after it. A
+checkpoint names its base by its folder, which stands beside it, and by the check sum of the base's manifest, so that
+another checkpoint is not taken for it.
 
 `viviane.store.delta` has another purpose: messages of at most 1 MiB with weights alone, which servers apply in turn.
 These files hold optimizer state, of any size, and are mapped by key.
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from viviane.core.errors import CheckpointError, CheckpointNotFoundError
+from viviane.training.checkpoint.dynamic_increments import IncrementedKeys
 from viviane.training.checkpoint.manifest import (
     KEYS,
     BaseEntry,
@@ -30,7 +32,7 @@ from viviane.training.checkpoint.manifest import (
 )
 from viviane.training.checkpoint.saved_table import SavedTable
 from viviane.training.checkpoint.table_parts import TablePart, TieredRows
-from viviane.training.checkpoint.tensor_files import Source, UnchangedTensor
+from viviane.training.checkpoint.tensor_files import Source, UnchangedTensor, unchanged_tensors
 
 _MOST_BASES: Final = 10_000
 
@@ -139,6 +141,8 @@ def open_table(folder: str | Path, manifest: Manifest, full: str) -> SavedTable:
         chain.append((place, entry))
         if not entry.is_increment:
             break
+    if chain[0][1].is_dynamic and len(chain) > 1:
+        return IncrementedKeys([SavedTable(place, entry) for place, entry in reversed(chain)])
     place, entry = chain.pop()
     found = SavedTable(place, entry)
     while chain:
@@ -183,18 +187,21 @@ def base_of(folder: Path) -> BaseEntry:
 
 
 def changed_sources(part: TablePart, live: dict[str, Tensor], rows: Tensor) -> dict[str, Source]:
-    """Return the sources of an increment's file; rows in memory are copied, those in tiers are read when written.
+    """Return the sources of an increment's file; rows in tiers are read when they are written.
 
     Args:
         part: of the table, on this process.
-        live: its tensors; of a table in tiers their shapes.
+        live: copies of its changed rows; of a table in tiers the shapes of all.
         rows: of the part that have changed, rising.
     """
+    storage = part.storage
+    if storage is not None and storage.is_dynamic:
+        return unchanged_tensors(live)  # its keys are among them
     keys: Source = UnchangedTensor(part.keys.start + rows * part.keys.step)
     found = {KEYS: keys}
     for name, one in live.items():
-        if part.storage is not None and part.storage.in_tiers:
-            found[name] = TieredRows(part.storage, part.table, name, rows.numpy())
+        if storage is not None and storage.in_tiers:
+            found[name] = TieredRows(storage, part.table, name, rows.numpy())
         else:
-            found[name] = UnchangedTensor(one.detach().index_select(0, rows.to(one.device)).cpu())
+            found[name] = UnchangedTensor(one)
     return found

@@ -39,6 +39,7 @@ FORMAT: Final = "viviane-checkpoint"
 VERSION: Final = 1
 SHARDED_VERSION: Final = 2  # tables with several files, which readers of version 1 do not support
 INCREMENT_VERSION: Final = 3  # tables with a part of their rows, over those of another checkpoint
+DYNAMIC_INCREMENT_VERSION: Final = 4  # the same for dynamic tables
 KEYS: Final = "keys"
 MAX_SHARDS: Final = 4096
 """Maximum number of files per table; comparing all pairs of that many takes seconds."""
@@ -97,7 +98,7 @@ class TableEntry(Settings):
     Args:
         file: file of the complete table; None if it has shards.
         shards: together they cover the table without overlap.
-        weight: shape and type of the complete table; a dynamic table has one row per key.
+        weight: shape and type of the complete table, in increments too; a dynamic table has one row per key.
         has_mean: whether the running mean of its rows is stored too, as "mean".
         is_increment: whether its files hold only rows that changed since the base of the checkpoint, and their keys.
     """
@@ -127,8 +128,8 @@ class TableEntry(Settings):
             raise ValueError("a table must have either a file or shards")
         if len(self.weight.shape) != 2:
             raise ValueError(f"a table must have two dimensions, not the shape {list(self.weight.shape)}")
-        if self.is_increment and (self.is_dynamic or self.has_mean):
-            raise ValueError("a dynamic table and a table with a mean are whole in every checkpoint")
+        if self.is_increment and self.has_mean:
+            raise ValueError("a table with a mean is whole in every checkpoint")
         if self.shards:
             self._check_shards()
         return self
@@ -236,8 +237,9 @@ def _overlapping(shards: Sequence[ShardEntry]) -> Iterator[tuple[ShardEntry, Sha
 
 def version_of(tables: Mapping[str, TableEntry]) -> int:
     """Return the version of the format that tables need."""
-    if any(table.is_increment for table in tables.values()):
-        return INCREMENT_VERSION
+    increments = [table for table in tables.values() if table.is_increment]
+    if increments:
+        return DYNAMIC_INCREMENT_VERSION if any(table.is_dynamic for table in increments) else INCREMENT_VERSION
     return SHARDED_VERSION if any(table.shards for table in tables.values()) else VERSION
 
 
@@ -276,12 +278,12 @@ def read_manifest(folder: str | Path) -> Manifest:
         ) from error
     if not isinstance(body, dict) or body.get("format") != FORMAT:
         raise CheckpointError("not a checkpoint of Viviane", where=str(path), allowed=f"format {FORMAT!r}")
-    if body.get("version") not in (VERSION, SHARDED_VERSION, INCREMENT_VERSION):
+    if body.get("version") not in range(VERSION, DYNAMIC_INCREMENT_VERSION + 1):
         raise CheckpointError(
             "the checkpoint has an unsupported format version",
             where=str(path),
             value=body.get("version"),
-            allowed=f"version {VERSION} to {INCREMENT_VERSION}",
+            allowed=f"version {VERSION} to {DYNAMIC_INCREMENT_VERSION}",
             fix=f"read it with viviane {body.get('viviane')}, which wrote it",
         )
     sealed = body.pop("sha256", None)

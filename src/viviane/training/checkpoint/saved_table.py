@@ -59,7 +59,9 @@ class SavedTable:
                 )  # fmt: skip
 
     def _check_dynamic(self, shard: ShardEntry, found: dict[str, Tensor]) -> None:
-        for name, shape in (("keys", (self.num_rows,)), ("weight", (self.num_rows, self.dim))):
+        keys = found.get("keys")
+        count = len(keys) if self.entry.is_increment and keys is not None and keys.dim() else self.num_rows
+        for name, shape in (("keys", (count,)), ("weight", (count, self.dim))):
             if name not in found or tuple(found[name].shape) != shape:
                 raise CheckpointError(
                     "a table's file does not match the manifest", where=f"{self.folder / shard.file}, {name}",

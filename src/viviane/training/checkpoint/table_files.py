@@ -75,30 +75,38 @@ class TableFile:
         rule = (table.optimizer or self.collection.optimizer) if table.trainable else None
         return tuple(initial_state(rule))
 
-    def tensors(self, part: TablePart, optimizer_state: bool) -> dict[str, Tensor]:
-        """Return the tensors of a part of this process; views of the live memory, unless the table is dynamic."""
+    def tensors(self, part: TablePart, optimizer_state: bool, rows: Tensor | None = None) -> dict[str, Tensor]:
+        """Return the tensors of a part of this process.
+
+        Args:
+            part: a part on this process.
+            optimizer_state: False: weights only.
+            rows: of an increment, which have changed; None: all rows.
+
+        Returns:
+            by name: copies of a dynamic table and of changed rows, else views of the live memory; of tables in tiers
+            the shapes of all rows.
+        """
         left_out = () if optimizer_state else _FOR_TRAINING
-        entries = part.tensors()
+        entries = part.tensors(rows)
         if optimizer_state and part.mean is not None:
             entries[MEAN] = part.mean
         return {name: one for name, one in entries.items() if not name.startswith(left_out)}
 
     # Writing ------------------------------------------------------------------------------------------------
 
-    def describe(
-        self, part: TablePart, num_rows: int, optimizer_state: bool, *, is_increment: bool = False
-    ) -> TableEntry:
+    def describe(self, part: TablePart, optimizer_state: bool, *, is_increment: bool = False) -> TableEntry:
         """Describe the table, on a process that holds a part of it.
 
         Args:
             part: a part on this process.
-            num_rows: number of rows in the part's file.
             optimizer_state: False: the file has weights only.
             is_increment: the file has only rows that changed.
         """
         table, storage, count = self.collection.tables[self.name], part.storage, len(self.parts)
         assert storage is not None
-        rows = num_rows if self.is_dynamic else max(one.keys[-1] for one in self.parts if one.keys) + 1
+        last = max((one.keys[-1] for one in self.parts if one.keys), default=-1)
+        rows = storage.num_rows(self.name) if self.is_dynamic else last + 1
         shards = [
             ShardEntry(
                 file=table_file(self.full, i, count),

@@ -39,10 +39,16 @@ class TablePart:
         """Number of elements of its weight."""
         return len(self.keys) * (self.stop - self.start)
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Return what a checkpoint has of it on this process: see `TableStorage.checkpoint_tensors`."""
+    def tensors(self, rows: Tensor | None = None) -> dict[str, Tensor]:
+        """Return what a checkpoint has of it on this process: see `TableStorage.checkpoint_tensors`.
+
+        Args:
+            rows: only these of a table in memory, see `TableStorage.changed_tensors`; None: all.
+        """
         assert self.storage is not None
-        return self.storage.checkpoint_tensors(self.table)
+        if rows is None or self.storage.in_tiers:
+            return self.storage.checkpoint_tensors(self.table)
+        return self.storage.changed_tensors(self.table, rows)
 
     @property
     def mean(self) -> Tensor | None:

@@ -182,8 +182,10 @@ def _collect_tables(
     content.order = [file.full for file in files]
     writers = choose_writers({file.full: file.parts for file in files}, group.size)
     own = [(file, i) for file in files for i in range(len(file.parts)) if writers[file.full, i] == group.rank]
-    tensors = [file.tensors(file.parts[i], optimizer_state) for file, i in own]  # this may update means of rows
     changed = [_changed_rows(file.parts[i]) if changed_only else None for file, i in own]
+    tensors = [  # this may update means of rows
+        file.tensors(file.parts[i], optimizer_state, rows) for (file, i), rows in zip(own, changed, strict=True)
+    ]
     if hold:
         for (file, i), rows in zip(own, changed, strict=True):
             storage = file.parts[i].storage
@@ -195,7 +197,7 @@ def _collect_tables(
         snapshot = part.storage.snapshot_of(part.table) if hold else None
         sources: dict[str, Source]
         if rows is not None:
-            sources = changed_sources(part, live, rows)
+            sources = changed_sources(part, live, rows)  # copies
         elif part.storage.in_tiers:
             sources = {name: TieredRows(part.storage, part.table, name) for name in live}
         elif snapshot is not None:
@@ -203,9 +205,7 @@ def _collect_tables(
         else:
             sources = stream.hold(live) if hold else unchanged_tensors(live)
         content.files[table_file(file.full, i, len(file.parts))] = sources
-        content.tables[file.full] = file.describe(
-            part, sources["weight"].shape[0], optimizer_state, is_increment=rows is not None
-        )
+        content.tables[file.full] = file.describe(part, optimizer_state, is_increment=rows is not None)
 
 
 def _changed_rows(part: TablePart) -> Tensor | None:
