@@ -10,9 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tiers import LAYOUT, rows_of
+from viviane.config import SGD
 from viviane.core.errors import StoreError
-from viviane.store import FileTier, file_sweep
-from viviane.store.file_sweep import Exchange, SweptFile
+from viviane.embedding import TableConfig
+from viviane.embedding.tier_rows import TierRows
+from viviane.store import ArrayTier, FileTier, file_sweep
+from viviane.store.file_sweep import SweptFile
+from viviane.store.tier import Exchange, Exchanging
 
 IDS = 700
 pytestmark = pytest.mark.skipif(not hasattr(os, "preadv"), reason="sweeps need vectored reads")
@@ -153,3 +157,30 @@ def test_a_sweep_reads_only_what_was_written(tmp_path: Path) -> None:
     assert 300 * LAYOUT.row_bytes <= after.bytes_written < 300 * LAYOUT.row_bytes + 2 * 4096
     assert (after.rows_read, after.rows_written) == (0, 300)
     tier.close()
+
+
+class Forwarding:
+    """A tier of another class around a file."""
+
+    def __init__(self, below: FileTier) -> None:
+        self.below, self.exchange, self.asked = below, self._exchange, 0
+
+    def _exchange(self, change: Exchange) -> np.ndarray:
+        self.asked += 1
+        return self.below.exchange(change)
+
+
+def test_every_tier_that_can_exchange_is_asked_to(tmp_path: Path) -> None:
+    table = TableConfig(name="t", num_rows=IDS, dim=3)
+    file = FileTier(tmp_path / "file", LAYOUT, IDS)
+    keys = np.arange(20)
+    file.put(keys, rows_of(keys, 1))
+    tier = Forwarding(file)
+    slots = Slots({}, [(-1, 4), (-1, 30)], None)
+    there = TierRows(table, LAYOUT, SGD(), 0, tier).exchange(slots.change)
+    assert (there is not None and there.tolist(), tier.asked) == ([True, False], 1)
+    assert slots.came == by_key(np.array([4]), 1)
+    assert isinstance(file, Exchanging)
+    array = ArrayTier(LAYOUT, IDS)
+    assert TierRows(table, LAYOUT, SGD(), 0, array).exchange(slots.change) is None
+    file.close()

@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from viviane.store import RowLayout
-from viviane.store.file_sweep import Exchange
 from viviane.store.row_kernels import ColumnMemory
 from viviane.store.row_mover import RowMover
 from viviane.store.slots import Admission, Region
+from viviane.store.tier import Exchange
 
 PIECE_ROWS: Final = 65_536
 """Rows that a thread has in hand at a time."""

@@ -15,9 +15,9 @@ from viviane.config.optimizers import AnyOptimizer
 from viviane.embedding.config import TableConfig
 from viviane.embedding.initializers import fill_keys
 from viviane.ops.row_update import initial_state
-from viviane.store import FileTier, RowLayout, Tier
-from viviane.store.file_sweep import Exchange
+from viviane.store import RowLayout, Tier
 from viviane.store.threads import run_all, shares
+from viviane.store.tier import Exchange, Exchanging
 
 MakeTier: TypeAlias = Callable[[TableConfig, RowLayout], Tier]
 """Opens the tier of a table."""
@@ -57,8 +57,8 @@ class TierRows:
         self._tier.put(keys, rows)
 
     def exchange(self, change: Exchange) -> NDArray[np.bool_] | None:
-        """Write and read the rows of a pass where the tier is a file, see `FileTier.exchange`; None elsewhere."""
-        return self._tier.exchange(change) if isinstance(self._tier, FileTier) else None
+        """Write and read the rows of a pass where the tier can do both together, see `Exchanging`; None elsewhere."""
+        return self._tier.exchange(change) if isinstance(self._tier, Exchanging) else None
 
     def beginning(self, keys: NDArray[np.int64]) -> NDArray[np.uint8]:
         """Return rows as they are before the first step."""

@@ -22,12 +22,12 @@ from viviane.core.json_files import read_json_object
 from viviane.core.locations import local_path
 from viviane.core.locks import locked
 from viviane.store import file_sweep, pass_stream
-from viviane.store.file_sweep import Exchange, SweptFile
+from viviane.store.file_sweep import SweptFile
 from viviane.store.journal import Journal
 from viviane.store.pass_area import PassArea
 from viviane.store.row_layout import Found, Keys, RowLayout, Rows
 from viviane.store.statistics import StatsCounter, TierStats
-from viviane.store.tier import SCAN_ROWS, check_batch_rows
+from viviane.store.tier import SCAN_ROWS, Exchange, check_batch_rows
 
 FORMAT: Final = "viviane-file-tier"
 _SUM_BYTES: Final = 4

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from viviane.core.errors import StoreError
 from viviane.store.row_kernels import copy_to_rows
 from viviane.store.row_layout import Keys, Rows
+from viviane.store.tier import Exchange
 
 PAGE: Final = 4096
 BLOCK_BYTES = 4 << 20
@@ -35,47 +36,6 @@ SMALLEST_BYTES = 64 << 20  # of blocks: less is moved in no time through the pag
 PAGES_WORTH_A_SWEEP = 1 / 8  # a disk reads a block in the time of so many of its pages, one by one
 MOST_WAITING = 64 << 20
 _GAP_PAGES: Final = 32  # unchanged pages between changed ones are written again up to this many
-
-
-@dataclass(frozen=True)
-class Exchange:
-    """Rows that go to a file, and rows that come from it.
-
-    Args:
-        leaving: ids, (n,), rising.
-        give: writes the rows of some places, (k,), in `leaving` into (k, row_bytes); called once for each place, from
-            several threads.
-        coming: ids, (m,), rising, none of them leaving.
-        take: receives some places, (k,), in `coming`, rows, (r, row_bytes), and which lines of these are theirs, (k,).
-            The rows are used again.
-        given_before: (m,), rising by 0 or 1: where it rises, the row takes the place of that row of `leaving`, which
-            must be given before.
-        later: (n,), of each row of `leaving` the number of the later pass that needs it first; -1: it is not known.
-            None: of no row.
-    """
-
-    leaving: Keys
-    give: Callable[[NDArray[np.int64], Rows], None]
-    coming: Keys
-    take: Callable[[NDArray[np.int64], Rows, NDArray[np.int64]], None]
-    given_before: NDArray[np.int64]
-    later: NDArray[np.int16] | None = None
-
-    def part(self, leaving: NDArray[np.int64], coming: NDArray[np.int64], positions: NDArray[np.int64]) -> Exchange:
-        """Return an exchange of some rows, when the other ones of `leaving` have been given.
-
-        Args:
-            leaving: rising places in `leaving`.
-            coming: places in `coming`.
-            positions: where those rows stand in the file, rising.
-        """
-        count = np.zeros(len(self.leaving) + 1, np.int64)
-        count[leaving + 1] = 1
-        before = np.cumsum(count)[self.given_before[coming]]
-        return Exchange(
-            self.leaving[leaving], lambda places, rows: self.give(leaving[places], rows), positions,
-            lambda places, rows, lines: self.take(coming[places], rows, lines), before,
-        )  # fmt: skip
 
 
 @dataclass(frozen=True)

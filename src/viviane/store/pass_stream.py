@@ -15,9 +15,10 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from viviane.store.file_sweep import PAGE, Exchange, SweptFile, whole_pages
+from viviane.store.file_sweep import PAGE, SweptFile, whole_pages
 from viviane.store.pass_area import PassArea
 from viviane.store.row_layout import Found, Rows
+from viviane.store.tier import Exchange
 
 _ROUND_BYTES: Final = 32 << 20
 _PIECE_BYTES: Final = 4 << 20  # of a read

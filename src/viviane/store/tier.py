@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
 
 from viviane.core.errors import ConfigError
 from viviane.store.row_layout import Found, Keys, RowLayout, Rows
@@ -90,3 +94,59 @@ class Tier(Protocol):
 
     def close(self) -> None:
         """Flush and let go of files and memory; other calls fail from then on. May be called again."""
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Rows that go to a tier, and rows that come from it, with a change of passes.
+
+    Args:
+        leaving: ids, (n,), rising.
+        give: writes the rows of some places, (k,), in `leaving` into (k, row_bytes); called once for each place, from
+            several threads.
+        coming: ids, (m,), rising, none of them leaving.
+        take: receives some places, (k,), in `coming`, rows, (r, row_bytes), and which lines of these are theirs, (k,).
+            The rows are used again.
+        given_before: (m,), rising by 0 or 1: where it rises, the row takes the place of that row of `leaving`, which
+            must be given before.
+        later: (n,), of each row of `leaving` the number of the later pass that needs it first; -1: it is not known.
+            None: of no row.
+    """
+
+    leaving: Keys
+    give: Callable[[NDArray[np.int64], Rows], None]
+    coming: Keys
+    take: Callable[[NDArray[np.int64], Rows, NDArray[np.int64]], None]
+    given_before: NDArray[np.int64]
+    later: NDArray[np.int16] | None = None
+
+    def part(self, leaving: NDArray[np.int64], coming: NDArray[np.int64], positions: NDArray[np.int64]) -> Exchange:
+        """Return an exchange of some rows, when the other ones of `leaving` have been given.
+
+        Args:
+            leaving: rising places in `leaving`.
+            coming: places in `coming`.
+            positions: where those rows stand in the tier, rising.
+        """
+        count = np.zeros(len(self.leaving) + 1, np.int64)
+        count[leaving + 1] = 1
+        before = np.cumsum(count)[self.given_before[coming]]
+        return Exchange(
+            self.leaving[leaving], lambda places, rows: self.give(leaving[places], rows), positions,
+            lambda places, rows, lines: self.take(coming[places], rows, lines), before,
+        )  # fmt: skip
+
+
+@runtime_checkable
+class Exchanging(Protocol):
+    """A tier that writes and reads the rows of a change of passes together, faster than `put` and then `fetch`."""
+
+    def exchange(self, change: Exchange) -> Found:
+        """Write the rows that leave and read those that come, the same rows as `put` and then `fetch` would.
+
+        Returns:
+            (m,), which rows of `change.coming` were there and taken.
+
+        Raises:
+            StoreError: the place cannot be read or written, or is full.
+        """
