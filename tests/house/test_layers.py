@@ -213,6 +213,7 @@ FOREIGN_PRIVATE = {
     "_learning_rate": "keras.optimizers.Optimizer: the rate's variable, or its schedule",
     "_flatten_layers": "keras.layers.Layer: the layers inside of a layer",
     "_inbound_nodes": "keras.layers.Layer: how often it was called",
+    "_clear_losses": "keras.layers.Layer: drops what add_loss has kept",
     "_loss_tracker": "keras.Model: the mean loss that fit shows",
     "_compile_loss": "keras.Model: the losses of the last compile", "_compile_metrics": "keras.Model: its metrics",
     "_get_control_flow_context": "tf.Graph: whether XLA compiles it",

@@ -73,6 +73,7 @@ class FastTrainer:
         inputs = self._inputs(x)
         flats, numbers = [], []
         for layer, (batch, shape) in zip(self.layers, self._keys.batches(inputs), strict=True):
+            layer.forget_losses()  # of `model.fit`, with loss scaling: its graph would be differentiated again
             number, flat = layer.lookups.begin(batch)
             numbers.append(number)
             flats.append(layer.step_input(flat, shape))

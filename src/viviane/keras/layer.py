@@ -169,6 +169,10 @@ class TableLayer(keras.layers.Layer):
             self.add_loss(token)
         return flat
 
+    def forget_losses(self) -> None:
+        """Drop what the last call added to the model's loss, which Keras keeps until the layer is called again."""
+        self._clear_losses()
+
     def next_rate(self) -> Any:
         """Return the learning rate of the step at hand; of a schedule each call is a step."""
         if not callable(self.rule.rate):
