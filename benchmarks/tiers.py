@@ -13,9 +13,9 @@ import argparse
 import os
 import sys
 import time
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from record import record
 from viviane.store.slots import Region, SlotMap
@@ -25,24 +25,21 @@ TABLES = 10
 IN_FLIGHT = 3  # batches whose rows may not leave
 
 
-def power_law(rng: np.random.Generator, rows: int, shape: tuple[int, ...], exponent: float = 1.05) -> NDArray[np.int64]:
-    """Return ids 0 <= id < rows, spread over the table, whose frequencies fall as rank^-exponent."""
-    return spread(by_frequency(rng, rows, shape, exponent), rows)
+def by_frequency(uniform: Any, rows: int, exponent: float = 1.05) -> Any:
+    """Return ids 0 <= id < rows of frequency (id + 1)^-exponent, the order in which the ETL numbers values, as floats.
+
+    Args:
+        uniform: numbers 0 <= u < 1, an array or a tensor of float64.
+        rows: of the table.
+        exponent: of the law.
+    """
+    drawn = ((rows ** (1 - exponent) - 1) * uniform + 1) ** (1 / (1 - exponent))
+    return (drawn - 1).clip(0, rows - 1)
 
 
-def by_frequency(
-    rng: np.random.Generator, rows: int, shape: tuple[int, ...], exponent: float = 1.05
-) -> NDArray[np.int64]:
-    """Return ids 0 <= id < rows of frequency (id + 1)^-exponent: the order in which the ETL numbers values."""
-    drawn = ((rows ** (1 - exponent) - 1) * rng.random(shape) + 1) ** (1 / (1 - exponent))
-    found: NDArray[np.int64] = np.minimum(drawn.astype(np.int64) - 1, rows - 1)
-    return found
-
-
-def spread(ids: NDArray[np.int64], rows: int) -> NDArray[np.int64]:
-    """Return other ids for these, far from each other, each for one."""
-    found: NDArray[np.int64] = ids * 2_654_435_761 % rows
-    return found
+def spread(ids: Any, rows: int) -> Any:
+    """Return other ids for these, an array or a tensor of int64, far from each other, each for one."""
+    return ids * 2_654_435_761 % rows
 
 
 def measure(rows: int, ids: int, repeats: int) -> None:
@@ -56,7 +53,8 @@ def measure(rows: int, ids: int, repeats: int) -> None:
         slots.mark_dirty(slots.admit((spread(part, rows) + bases).reshape(-1).astype(np.int32), stamp, stamp).slots)
     clocks, cores, missing = [], [], []
     for i in range(repeats):
-        batch = (power_law(rng, rows, (TABLES, ids)) + bases).T.reshape(-1).astype(np.int32)
+        drawn = spread(by_frequency(rng.random((TABLES, ids)), rows).astype(np.int64), rows)
+        batch = (drawn + bases).T.reshape(-1).astype(np.int32)
         stamp += 1
         clock, core = time.perf_counter(), time.process_time()
         admission = slots.admit(batch, stamp, max(1, stamp - IN_FLIGHT))
