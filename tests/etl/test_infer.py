@@ -14,8 +14,9 @@ from typer.testing import CliRunner
 
 from viviane import etl
 from viviane.cli.main import app
-from viviane.core.errors import DataError, MissingExtraError, SchemaError
+from viviane.core.errors import ConfigError, DataError, MissingExtraError, SchemaError
 from viviane.core.rows import plain_table
+from viviane.data import Dataset
 from viviane.etl import infer, infer_config, infer_file
 from viviane.etl.saved import as_written
 
@@ -142,6 +143,19 @@ def test_the_command_writes_a_file_and_explains_the_columns(tmp_path: Path) -> N
     assert done.exit_code == 0, done.output
     assert "site    category  2 values" in done.stderr
     assert etl.EtlConfig.from_json_file(tmp_path / "etl.json").labels[0].name == "bought"
+
+
+def test_the_name_of_a_partition_is_a_folder_for_rows_and_no_file_for_settings(tmp_path: Path) -> None:
+    (tmp_path / "clicks.csv").write_text("click,site\n1,a\n0,b\n0,a\n")
+    words = ["etl", str(tmp_path / "clicks.csv"), "--output"]
+    refused = CliRunner().invoke(app, [*words, str(tmp_path / "day=1"), "--infer"])
+    assert isinstance(refused.exception, ConfigError)
+    assert "a partition's folder" in str(refused.exception)
+    assert not (tmp_path / "day=1").exists()
+    assert CliRunner().invoke(app, [*words, str(tmp_path / "day=1.json"), "--infer"]).exit_code == 0
+    done = CliRunner().invoke(app, [*words, str(tmp_path / "day=1"), "--config", str(tmp_path / "day=1.json")])
+    assert done.exit_code == 0, done.output
+    assert len(Dataset(tmp_path / "day=1" / "train")) == 3
 
 
 @pytest.mark.parametrize("name", ["etl.yaml", "etl.YML"])

@@ -136,6 +136,12 @@ def _infer(inputs: list[str], labels: list[str], output: Path | None, *, overwri
 
     if len(inputs) != 1:
         raise ConfigError("--infer reads one input", value=len(inputs), allowed="viviane etl --infer clicks.csv")
+    if output is not None and "=" in output.name and not (output.suffix.lower() == ".json" or is_yaml(output)):
+        raise ConfigError(  # without --infer it is a folder of a partition, which rows are written into
+            "--infer writes a file, and this is the name of a partition's folder",
+            where="--output", value=str(output), allowed="a file such as etl.json or etl.yaml",
+            fix="name the file, then write the rows: viviane etl INPUT --config FILE --output " + str(output),
+        )  # fmt: skip
     if output is not None and output.exists() and not overwrite:
         raise ConfigError("the file exists", where=str(output), fix="choose another, or pass --overwrite")
     if as_yaml := output is not None and is_yaml(output):
