@@ -98,6 +98,8 @@ class RedisTier:
         """Ask which node has which partition."""
         redis = require("redis", extra="redis", purpose="rows in Redis")
         places = [_place(one) for one in self.address.split(",")]
+        if self._tls is not None:
+            self._tls.context()  # a file that cannot be read is no matter of the server
         options = client_options(self._timeout_s, self._tls)
         try:
             if self.cluster:

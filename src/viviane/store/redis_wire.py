@@ -7,6 +7,7 @@ import socket
 import ssl
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -51,12 +52,25 @@ class TlsOptions:
         Raises:
             StoreError: a file is missing or no certificate.
         """
+        for name in ("ca_file", "cert_file", "key_file"):
+            path = getattr(self, name)
+            try:
+                if path is not None:
+                    Path(path).read_bytes()
+            except OSError as error:  # ssl's own message does not say which file
+                raise StoreError("a certificate cannot be read", where=f"redis.tls.{name}: {path}",
+                                 value=error.strerror or str(error), fix="name a PEM file that this user may read",
+                                 ) from error  # fmt: skip
+        name = "ca_file"
         try:
             made = ssl.create_default_context(cafile=self.ca_file)
+            name = "cert_file"
             if self.cert_file is not None:
                 made.load_cert_chain(self.cert_file, self.key_file)
         except OSError as error:
-            raise StoreError("a certificate cannot be read", where="redis, tls", value=str(error)) from error
+            raise StoreError("a certificate cannot be used", where=f"redis.tls.{name}: {getattr(self, name)}",
+                             value=str(error), allowed="PEM; a certificate and the key that belongs to it",
+                             fix="correct the file, or name another one") from error  # fmt: skip
         return made
 
 

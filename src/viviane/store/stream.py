@@ -22,7 +22,7 @@ import numpy as np
 from viviane.core.errors import ConfigError, RemoteError
 from viviane.core.logging import get_logger
 from viviane.core.optional import require
-from viviane.data.streaming.topic import client_settings, made_client
+from viviane.data.streaming.topic import client_settings, made_client, refuse_fixed
 from viviane.store.delta import Delta, DeltaHeader, DeltaKind, decode_delta, partition_of, split_rows
 from viviane.store.outbox import Outbox
 from viviane.store.row_layout import Keys, Rows
@@ -116,6 +116,7 @@ class DeltaPublisher:
     ) -> None:  # fmt: skip
         self.address = StreamAddress.of(address)
         self._settings = dict(settings or {})
+        refuse_fixed(self._settings, _SENDING, str(self.address))
         self.num_partitions = self.address.partitions(self._settings)
         self.model, self.max_waiting, self.max_wait_s = model, max_waiting, max_wait_s
         self.outbox = Outbox(outbox, model, base=base)
@@ -285,14 +286,22 @@ class _LostError(Exception):
     """The broker has not confirmed a delta in time."""
 
 
+_SENDING: Final[Mapping[str, object]] = {
+    "acks": "all",
+    "enable.idempotence": True,
+    "allow.auto.create.topics": False,
+}
+"""What a publisher needs of librdkafka: a confirmed delta is neither lost nor repeated."""
+
+
 class _Sending:
     """One producer, and which frames are on their way."""
 
     def __init__(self, address: StreamAddress, settings: Mapping[str, Any]) -> None:
         self._kafka = require("confluent_kafka", extra="kafka", purpose="publishing updates")
         own = {
-            "delivery.timeout.ms": 30_000, **settings, "acks": "all", "enable.idempotence": True,
-            "allow.auto.create.topics": False, "linger.ms": 2,
+            "delivery.timeout.ms": 30_000, "linger.ms": 2,
+            **{name: value for name, value in settings.items() if name != "request.required.acks"}, **_SENDING,
         }  # fmt: skip
         settings = client_settings(address.servers, own)
         self._producer = made_client(self._kafka.Producer, settings, str(address), logger=_silent())

@@ -10,7 +10,7 @@ from typing import Any, Final, Self
 
 from viviane.core.errors import DataError, RemoteError, StoreError
 from viviane.core.logging import get_logger
-from viviane.data.streaming.topic import Message, Topic
+from viviane.data.streaming.topic import READING, Message, Topic, refuse_fixed
 from viviane.store.applier import DeltaApplier, DeltaTarget, Visible
 from viviane.store.outbox import check_outbox, read_outbox
 from viviane.store.stream import StreamAddress
@@ -35,6 +35,7 @@ class DeltaSubscriber:
         settings: librdkafka's own; no credentials.
 
     Raises:
+        ConfigError: a setting has one value here, such as enable.auto.commit.
         RemoteError: no broker answers within 3 seconds, or there is no such topic.
         StoreError: the outbox is not there, or is another model's.
     """
@@ -45,6 +46,7 @@ class DeltaSubscriber:
     ) -> None:  # fmt: skip
         self.address = StreamAddress.of(address)
         self._settings = dict(settings or {})
+        refuse_fixed(self._settings, READING, str(self.address))
         if outbox is not None:
             check_outbox(outbox, target.model)
         count = self.address.partitions(self._settings)

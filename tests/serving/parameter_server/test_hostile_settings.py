@@ -89,3 +89,52 @@ def test_settings_that_librdkafka_refuses(settings: dict[str, Any], saved: tuple
         InferenceSession(saved[0], device="cpu", tables={"host": {}, "updates": updates})
     with pytest.raises(ConfigError, match=r"refuses a setting|part of the address"):
         Topic("127.0.0.1:1", "t", settings, wait_s=0.1)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("enable.auto.commit", True), ("auto.commit.enable", True), ("auto.offset.reset", "latest")]
+)
+def test_settings_that_have_one_value_are_refused_by_name(
+    name: str, value: object, saved: tuple[Path, np.ndarray], tmp_path: Path
+) -> None:
+    """They were replaced without a word."""
+    pytest.importorskip("confluent_kafka")
+    from viviane.data.streaming.topic import Topic
+
+    updates = {"address": "kafka://127.0.0.1:1/t", "settings": {name: value}}
+    with pytest.raises(ConfigError, match=f"{name}[\\s\\S]*cannot be changed"):
+        InferenceSession(saved[0], device="cpu", tables={"host": {}, "updates": updates})
+    with pytest.raises(ConfigError, match="cannot be changed"):
+        Topic("127.0.0.1:1", "t", {name: value}, wait_s=0.1)
+
+
+@pytest.mark.parametrize("settings", [{"acks": 1}, {"request.required.acks": 1}, {"enable.idempotence": False}])
+def test_a_publisher_keeps_its_guarantees(settings: dict[str, Any], tmp_path: Path) -> None:
+    pytest.importorskip("confluent_kafka")
+    from viviane.store.stream import DeltaPublisher
+
+    with pytest.raises(ConfigError, match="cannot be changed"):
+        DeltaPublisher("kafka://127.0.0.1:1/t", tmp_path / "outbox", "ctr", settings=settings)
+    assert not (tmp_path / "outbox").exists()
+
+
+@pytest.mark.parametrize("name", ["ca_file", "cert_file", "key_file"])
+@pytest.mark.parametrize("kind", ["missing", "folder", "text"])
+def test_a_wrong_certificate_is_named(name: str, kind: str, saved: tuple[Path, np.ndarray], tmp_path: Path) -> None:
+    """The message was that no server answers, and the advice to start it."""
+    pytest.importorskip("redis")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "text").write_text("no certificate")
+    tls = {name: str(tmp_path / kind)}
+    if name == "key_file":
+        tls["cert_file"] = str(tmp_path / "text")
+    told = "cert_file" if kind == "text" and name == "key_file" else name
+    with pytest.raises(StoreError, match=rf"certificate cannot be (read|used)[\s\S]*redis\.tls\.{told}"):
+        InferenceSession(saved[0], device="cpu", tables={"redis": {"address": "127.0.0.1:1", "tls": tls}})
+
+
+def test_a_key_without_its_certificate_is_refused(saved: tuple[Path, np.ndarray]) -> None:
+    with pytest.raises(ConfigError, match="cert_file, which is not set"):
+        InferenceSession(
+            saved[0], device="cpu", tables={"redis": {"address": "127.0.0.1:1", "tls": {"key_file": "key.pem"}}}
+        )

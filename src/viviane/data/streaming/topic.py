@@ -92,6 +92,38 @@ def client_settings(servers: str, settings: Mapping[str, Any]) -> dict[str, Any]
     return made
 
 
+READING: Final[Mapping[str, object]] = {
+    "enable.auto.commit": False,
+    "enable.auto.offset.store": False,
+    "enable.partition.eof": True,
+    "auto.offset.reset": "error",
+    "allow.auto.create.topics": False,
+}
+"""What a reader needs of librdkafka: it keeps offsets itself, and missing messages are errors."""
+_ALIASES: Final = {"request.required.acks": "acks", "auto.commit.enable": "enable.auto.commit"}
+
+
+def refuse_fixed(settings: Mapping[str, Any], fixed: Mapping[str, object], where: str) -> None:
+    """Refuse settings of librdkafka that have one value here; that value itself may be given.
+
+    Args:
+        settings: a user's.
+        fixed: names and values.
+        where: the address, for errors.
+
+    Raises:
+        ConfigError: a setting has another value.
+
+    Example:
+        >>> refuse_fixed({"enable.auto.commit": "false"}, READING, "kafka://broker:9092/clicks")
+    """
+    for name, value in settings.items():
+        known = _ALIASES.get(name, name)
+        if known in fixed and str(value).lower() != str(fixed[known]).lower():
+            raise ConfigError(f"the setting {name!r} of librdkafka cannot be changed", where=where, value=value,
+                              allowed=str(fixed[known]).lower(), fix="leave the setting out")  # fmt: skip
+
+
 def made_client(make: Callable[..., Any], settings: Mapping[str, Any], where: str, **named: Any) -> Any:
     """Return a client of librdkafka.
 
@@ -132,6 +164,7 @@ class Topic:
         self._kafka = require("confluent_kafka", extra="kafka", purpose="reading a Kafka topic")
         self.url, self.name = f"kafka://{servers}/{name}", name
         self._asks_once, self._wait_s = wait_s is not None, timeout_s() if wait_s is None else wait_s
+        refuse_fixed(settings, READING, self.url)
         self._settings = client_settings(servers, settings)
         silent = logging.getLogger("viviane.streaming.librdkafka")
         silent.setLevel(logging.CRITICAL)
@@ -140,11 +173,7 @@ class Topic:
             {
                 "group.id": "viviane",  # required by the client; no group is joined
                 **self._settings,
-                "enable.auto.commit": False,
-                "enable.auto.offset.store": False,
-                "enable.partition.eof": True,
-                "auto.offset.reset": "error",
-                "allow.auto.create.topics": False,
+                **READING,
             },
             self.url,
             logger=silent,

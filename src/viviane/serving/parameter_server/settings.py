@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from viviane.config.base import Settings
-from viviane.data.streaming.topic import refuse_credentials
+from viviane.data.streaming.topic import READING, refuse_credentials, refuse_fixed
 from viviane.store.redis_wire import TlsOptions
 from viviane.store.stream import StreamAddress
 
@@ -59,6 +59,12 @@ class TlsSettings(Settings):
     cert_file: str | None = None
     key_file: str | None = None
     server_name: str | None = None
+
+    @model_validator(mode="after")
+    def _key_of_a_certificate(self) -> TlsSettings:
+        if self.key_file is not None and self.cert_file is None:
+            raise ValueError("key_file is the key of cert_file, which is not set: set both, or leave key_file out")
+        return self
 
     def options(self) -> TlsOptions:
         """Return what connections take."""
@@ -130,6 +136,7 @@ class UpdateSettings(Settings):
     @classmethod
     def _no_credentials(cls, value: dict[str, Any]) -> dict[str, Any]:
         refuse_credentials(value)
+        refuse_fixed(value, READING, "updates.settings")
         return value
 
 
