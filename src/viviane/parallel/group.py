@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import Store
+from torch.distributed.distributed_c10d import Store
 
 from viviane.core.errors import ConfigError, ProcessError, VivianeError
 from viviane.core.ranges import timed_as

@@ -20,7 +20,7 @@ from pathlib import Path
 from time import monotonic, sleep
 from typing import Any, Final
 
-from torch._C._distributed_c10d import Store
+from torch.distributed.distributed_c10d import Store
 
 from viviane.core.errors import ProcessError
 
