@@ -195,7 +195,11 @@ def _callbacks() -> dict[str, Any]:
             start, end = self.epochs
             if self.epoch < start or (end is not None and self.epoch >= end) or (self.staircase and batch):
                 return
-            part = 0.0 if self.staircase else batch / (self.steps or self.params["steps"])
+            steps = self.steps or self.params.get("steps")
+            if not self.staircase and not steps:
+                raise ConfigError("Keras does not know how many batches an epoch has",
+                                  where="learning rate callback", fix="pass steps_per_epoch")  # fmt: skip
+            part = 0.0 if self.staircase else batch / steps
             rate = float(self.initial * self.multiplier(self.epoch + part))
             own = self.model.optimizer.learning_rate
             if hasattr(own, "assign"):
