@@ -99,9 +99,9 @@ def test_another_format_version_says_which_release_wrote_it(tmp_path):
     trained().save_checkpoint(tmp_path / "c")
     manifest = tmp_path / "c/manifest.json"
     body = json.loads(manifest.read_text())
-    manifest.write_text(json.dumps({**body, "version": 4, "viviane": "9.1"}))
+    manifest.write_text(json.dumps({**body, "version": 5, "viviane": "9.1"}))
     with pytest.raises(
-        CheckpointError, match=r"(?s)unsupported format version.*value:   4.*version 1 to 3.*viviane 9\.1"
+        CheckpointError, match=r"(?s)unsupported format version.*value:   5.*version 1 to 4.*viviane 9\.1"
     ):
         verify_checkpoint(tmp_path / "c")
     manifest.write_text(json.dumps({"format": "else"}))

@@ -101,8 +101,8 @@ def divided(
     Example:
         >>> from viviane.config import SGD
         >>> fixed, dynamic = TableConfig(name="a", num_rows=10**6, dim=2), DynamicTableConfig(name="b", dim=2)
-        >>> divided([fixed, dynamic], SGD(), CacheSettings(memory=52_000))
-        (CacheSettings(memory=26000, tables={}, folder=None, host_memory=None), {'b': 26000})
+        >>> divided([fixed, dynamic], SGD(), CacheSettings(memory=60_000))
+        (CacheSettings(memory=30000, tables={}, folder=None, host_memory=None), {'b': 30000})
     """
     dynamic = {one.name: one for one in tables if isinstance(one, DynamicTableConfig) and one.memory == "device"}
     for one in tables:
@@ -144,7 +144,7 @@ def placed(table: DynamicTableConfig, optimizer: AnyOptimizer, size: int, device
 
     Example:
         >>> from viviane.config import SGD
-        >>> table = placed(DynamicTableConfig(name="b", dim=2), SGD(), 2600, "cuda")
+        >>> table = placed(DynamicTableConfig(name="b", dim=2), SGD(), 3000, "cuda")
         >>> table.memory, table.device_rows
         ('split', 100)
     """
@@ -163,7 +163,7 @@ def slots_of_tables(tables: Sequence[TableConfig], optimizer: AnyOptimizer, sett
     Example:
         >>> from viviane.config import SGD
         >>> small, large = (TableConfig(name=n, num_rows=r, dim=2) for n, r in (("a", 10), ("b", 10**6)))
-        >>> slots_of_tables([small, large], SGD(), CacheSettings(memory=26 * 1010))
+        >>> slots_of_tables([small, large], SGD(), CacheSettings(memory=30 * 1010))
         {'a': 10, 'b': 1000}
     """
     for name in settings.tables:
@@ -215,7 +215,7 @@ def host_rows_of_tables(
     Example:
         >>> from viviane.config import SGD
         >>> small, large = (TableConfig(name=n, num_rows=r, dim=2) for n, r in (("a", 10), ("b", 10**6)))
-        >>> host_rows_of_tables([small, large], SGD(), CacheSettings(host_memory=26_000), {"a": 10, "b": 100})
+        >>> host_rows_of_tables([small, large], SGD(), CacheSettings(host_memory=30_000), {"a": 10, "b": 100})
         {'b': 1000}
     """
     own = [one for one in tables if slots[one.name] < one.num_rows]

@@ -14,7 +14,7 @@ _OWN: Final = {
     "lookups": (
         "gather pool join key record bag_key bag_record entry_sources bag_sources find find_request take put settle "
         "erase draw latest assign check_bags switch count_bits count_ages choose_ages report count_slots take_slots "
-        "list_rows give_slots resolve"
+        "list_places give_slots resolve"
     ),
     "updates": "move span join_spans rest numbers",
     "copies": "address swap take_rows copy cast pack cut widen read_row write_back write",
