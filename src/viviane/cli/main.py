@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
-import gc
 import importlib
 import logging
 import os
@@ -51,9 +49,6 @@ COMMANDS = {
     "sok": "viviane.cli.sok",
 }
 
-# Commands that end in seconds and run no code of users: their objects are ours, none of which needs the collector's
-# finalizers at the end. A command that runs a script or a user's module must not be among them.
-_ENDS_WITHOUT_COLLECTING = frozenset({"generate", "etl", "convert", "check", "keyset"})
 
 _FAILED = 2
 _INTERRUPTED = 130
@@ -131,10 +126,6 @@ def main() -> None:
     without a traceback unless VIVIANE_TRACEBACK is set; 130 Ctrl-C; 141 the reader of a pipe has gone. Refusals of the
     machine (memory, disk, permissions, limits) are VivianeErrors, too.
     """
-    if _command_of(sys.argv[1:]) in _ENDS_WITHOUT_COLLECTING:
-        # Python's last collections visit every object of every import, to free what the process's end frees anyway.
-        # Exit functions run in the reverse order of their registration: this one, the first, runs after the others.
-        atexit.register(gc.freeze)
     try:
         app()
     except KeyboardInterrupt:  # before or after the command itself
@@ -148,11 +139,6 @@ def main() -> None:
             raise
         _say(f"error: {own}")
         sys.exit(_FAILED)
-
-
-def _command_of(arguments: list[str]) -> str | None:
-    """Return the command, which follows the options of the command line itself; None where there is none."""
-    return next((one for one in arguments if not one.startswith("-")), None)
 
 
 def _die_of_the_next_one() -> None:
