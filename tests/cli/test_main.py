@@ -145,17 +145,25 @@ def test_no_help_loads_a_large_library() -> None:
     assert done.returncode == 0, done.stderr[-2000:]
 
 
+def _processor_time(*arguments: str) -> float:
+    """Seconds of processor time of a new interpreter: other processes stretch them less than the time on the wall."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run([sys.executable, *arguments], capture_output=True, check=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
 @pytest.mark.parametrize("words", [["doctor"], ["checkpoint", "reshard"]], ids=" ".join)
 def test_help_takes_less_than_half_a_second(words: list[str]) -> None:
-    """In processor time, which other processes stretch less than the time on the wall; the best of five tries."""
+    """Where the machine is busy, at most 2.5 times what importing the libraries that print it takes (1.7 measured)."""
+    tries = []
     for _ in range(5):
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        subprocess.run([sys.executable, "-m", "viviane", *words, "--help"], capture_output=True, check=True)
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-        if seconds < 0.5:
+        libraries = _processor_time("-c", "import typer.rich_utils, rich.markdown, pydantic.types")
+        seconds = _processor_time("-m", "viviane", *words, "--help")
+        if seconds < max(0.5, 2.5 * libraries):
             return
-    pytest.fail(f"viviane {' '.join(words)} --help takes {seconds:.2f} s: see python -X importtime")
+        tries.append(f"{seconds:.2f} s beside {libraries:.2f} s of its libraries")
+    pytest.fail(f"viviane {' '.join(words)} --help takes {'; '.join(tries)}: see python -X importtime")
 
 
 def test_no_rows_have_no_figures(tmp_path: Path) -> None:
