@@ -9,7 +9,7 @@ Shapes: B rows of the batch, F one-hot columns, N entries of a bag.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, TypeAlias
@@ -180,10 +180,13 @@ def read_keys(
     if not isinstance(batch, Batch | Mapping):
         batch = _from_jagged(batch, features)
     known = (batch.layout.one_hot_index, batch.bags) if isinstance(batch, Batch) else (batch,)
-    for name in features:
-        if not any(name in part for part in known):
-            fix = suggest(name, [own for part in known for own in part])
-            raise DataError("the batch lacks a feature", value=name, fix=fix)
+    missing: Set[str] = features.keys()
+    for part in known:
+        missing = missing - part.keys()
+    if missing:
+        name = next(name for name in features if name in missing)
+        fix = suggest(name, [own for part in known for own in part])
+        raise DataError("the batch lacks a feature", value=name, fix=fix)
     if isinstance(batch, Batch):
         return _keys_of_batch(batch, features, device, violations)
     singles: dict[str, Tensor] = {}

@@ -239,12 +239,10 @@ class DenseGradients:
 
     def named(self) -> dict[str, Tensor]:
         """Return the existing gradients, by parameter name."""
-        found: dict[str, Tensor] = {}
-        for name, parameter in self.parameters.items():
-            gradient = self.wire_gradients.get(parameter, parameter.grad)
-            if gradient is not None:
-                found[name] = gradient
-        return found
+        if not self.wire_gradients:  # a tensor's hash is a call in Python
+            return {name: one.grad for name, one in self.parameters.items() if one.grad is not None}
+        found = {name: self.wire_gradients.get(one, one.grad) for name, one in self.parameters.items()}
+        return {name: one for name, one in found.items() if one is not None}
 
     def all(self) -> list[Tensor]:
         """Return the existing gradients."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from itertools import chain
 from types import ModuleType
 from typing import Any, Final
 
@@ -248,10 +249,11 @@ def check_moved(params: Sequence[Tensor], states: Sequence[Sequence[Tensor]]) ->
     Raises:
         VivianeError: a parameter or state is not contiguous, float32.
     """
-    for column in (params, *states):
-        for one in column:
-            if one.dtype != torch.float32 or not one.is_contiguous():
-                raise VivianeError("parameters and state must be contiguous, float32", value=str(one.dtype))
+    tensors = [*chain(params, *states)]
+    types = {one.dtype for one in tensors}
+    if types - {torch.float32} or not all(map(Tensor.is_contiguous, tensors)):
+        value = ", ".join(sorted(map(str, types)))
+        raise VivianeError("parameters and state must be contiguous, float32", value=value)
 
 
 def gradient_type(gradients: Sequence[Tensor]) -> torch.dtype:
