@@ -6,6 +6,7 @@ import math
 import os
 import signal
 import sys
+import tempfile
 
 import numpy as np
 import pytest
@@ -135,6 +136,17 @@ def test_patience_and_restore_best(train, valid, tmp_path):
     assert index["best"]["score"] == best["auc"]
     assert index["best"]["folder"] == f"step-{best['step']:08d}"
     assert (tmp_path / "run/checkpoints" / index["latest"]).exists()
+
+
+def test_a_run_with_a_folder_makes_no_temporary_one(train, valid, tmp_path, monkeypatch):
+    """A killed process could not remove it."""
+    make, made = tempfile.mkdtemp, []
+    monkeypatch.setattr(tempfile, "mkdtemp", lambda *args: made.append(args) or make(*args))
+    settings = solver(epochs=1, restore_best=True, eval_every=5)
+    make_trainer(settings, run_folder=tmp_path / "run").fit(train, valid)
+    assert not made
+    make_trainer(settings).fit(train, valid)
+    assert len(made) == 1
 
 
 @pytest.mark.parametrize("name", ["target", "patience", "restore_best", "eval_every"])

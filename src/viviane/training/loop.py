@@ -137,11 +137,11 @@ class FitLoop:
 
     def run(self, resume: bool) -> History:
         """Train, and return the history."""
-        with tempfile.TemporaryDirectory(prefix="viviane-best-") as spare, ExitStack() as held:
+        with ExitStack() as held:
             if self.folder is not None:
                 self.group.from_first(partial(hold_folder, self.folder, held))
             started, begun = datetime.now().astimezone(), perf_counter()
-            self._open(resume, Path(spare))
+            self._open(resume, held)
             events = self._open_events()
             shown = self.trainer.progress if self.writes else False
             self.progress = ProgressLine(self._last_step(), self.trainer.step, shown)
@@ -181,7 +181,7 @@ class FitLoop:
         sinks = [*([] if events is None else [events]), *trainer.trackers]
         return Sinks(sinks) if sinks else None
 
-    def _open(self, resume: bool, spare: Path) -> None:
+    def _open(self, resume: bool, held: ExitStack) -> None:
         """Prepare the run folder, restore a checkpoint, and choose the precision."""
         trainer = self.trainer
         up = higher_is_better(self.lead_metric)
@@ -189,7 +189,8 @@ class FitLoop:
             if resume:
                 raise ConfigError("resume=True needs a run folder", fix="pass run_folder= to the trainer")
             if self.solver.restore_best:
-                self.store = CheckpointStore(spare, 1, higher_is_better=up, group=self.group)
+                spare = held.enter_context(tempfile.TemporaryDirectory(prefix="viviane-best-"))
+                self.store = CheckpointStore(Path(spare), 1, higher_is_better=up, group=self.group)
         else:
             keep = self.solver.keep_checkpoints
             self.store = CheckpointStore(
