@@ -108,6 +108,56 @@ def weights_in_memory():
     return {**found, "refused": refused}
 
 
+def _of_dynamic_table(**options):
+    keys = keras.Input((3,), dtype="int64" if BACKEND != "jax" else "int32")
+    layer = vk.Embedding(None, DIM, optimizer=keras.optimizers.Adam(0.1), key_dtype=keys.dtype, **options)
+    model = keras.Model(keys, keras.layers.Dense(1)(keras.layers.Flatten()(layer(keys))))
+    model.compile(keras.optimizers.SGD(0.1), "mse")
+    return model, layer
+
+
+def early_stopping():
+    """Labels of validation are the opposite: the first epoch is the best one, whose rows come back."""
+    rows, found = 10 * SIZE, {}
+    for kind in ("fixed", "dynamic"):
+        for form in ("layer", "fast"):
+            model, layer = _of_dynamic_table() if kind == "dynamic" else network("own", keras.optimizers.SGD(0.1))
+            model.compile(keras.optimizers.SGD(0.1) if kind == "dynamic" else layer.held.optimizer, "mse")
+            kept = []
+            stop = keras.callbacks.EarlyStopping("val_loss", patience=2, restore_best_weights=True)
+            note = keras.callbacks.LambdaCallback(
+                on_epoch_end=lambda epoch, logs, kept=kept, layer=layer: kept.append(layer.get_weights())
+            )
+            train = model.fit if form == "layer" else lambda *a, model=model, **o: vk.fit(model, *a, **o)
+            history = train(
+                KEYS[:rows], LABELS[:rows], batch_size=SIZE, verbose=0, epochs=9, callbacks=[note, stop],
+                validation_data=(KEYS[:rows], -LABELS[:rows]),
+            )  # fmt: skip
+            best = int(np.argmin(history.history["val_loss"]))
+            pairs = [list(zip(one, layer.get_weights(), strict=True)) for one in (kept[best], kept[-1])]
+            found[f"{kind} {form}"] = [len(kept), *(all(np.array_equal(a, b) for a, b in one) for one in pairs)]
+    return found
+
+
+def keys_and_rows():
+    """A dynamic table's weights are its keys and rows."""
+    model, layer = _of_dynamic_table()
+    vk.fit(model, KEYS[:SIZE], LABELS[:SIZE], verbose=0)
+    keys, rows = layer.get_weights()
+    layer.set_weights([np.array([7, 5]), np.ones((2, DIM), "float32")])
+    again = layer.get_weights()
+    messages = []
+    for wrong in ([np.array([7.5]), np.ones((1, DIM))], [np.array([7]), np.ones((2, DIM))]):
+        try:
+            layer.set_weights(wrong)
+            messages.append("")
+        except Exception as error:
+            messages.append(str(error))
+    kept = [sorted(layer.get_weights()[0].tolist()), layer.get_weights()[1].tolist()]
+    return {"keys": sorted(keys.tolist()) == sorted(set(KEYS[:SIZE].ravel().tolist())), "shape": list(rows.shape),
+            "again": [sorted(again[0].tolist()), again[1].tolist()], "messages": messages, "kept": kept}  # fmt: skip
+
+
 def rate_after_loading():
     """The rate of a loaded model's optimizer is that of its tables."""
     model, _, _ = trained("own", lambda: keras.optimizers.SGD(0.1), steps=1)

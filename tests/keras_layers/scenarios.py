@@ -30,7 +30,9 @@ from networks import (
 from pitfalls import (
     computed_keys,
     crafted_files,
+    early_stopping,
     fast_metrics,
+    keys_and_rows,
     outside_of_training,
     partly_lost,
     persistent_tape,
@@ -76,6 +78,18 @@ def adam():
 
 def momentum():
     return difference(lambda: keras.optimizers.SGD(0.05, momentum=0.9, nesterov=True))
+
+
+def rmsprop():
+    return difference(lambda: keras.optimizers.RMSprop(0.01))
+
+
+def adamax():
+    return difference(lambda: keras.optimizers.Adamax(0.01))
+
+
+def adadelta():
+    return difference(lambda: keras.optimizers.Adadelta(1.0))
 
 
 def shared():
@@ -468,11 +482,13 @@ def strings():
 
 SCENARIOS = [
     sgd, ftrl, sgd_twice,
-    adagrad, adam, momentum, shared, schedule, rate_callback, epochs, lost_update, undifferentiated,
+    adagrad, adam, momentum, rmsprop, adamax, adadelta, shared, schedule, rate_callback, epochs,
+    lost_update, undifferentiated,
     evaluation, frozen, saving, summary, sixteen_bits, mixed, dynamic, bags, keras_rs_configs, own_configs,
     out_of_range, regularizer, rate_of_the_model, fit_again, jit, unaligned, dataset, strings, partly_lost,
     outside_of_training, persistent_tape, crafted_files,
-    weights_in_memory, rate_after_loading, ways_to_run, fast_metrics, computed_keys, wide_keys, refused_keys,
+    weights_in_memory, early_stopping, keys_and_rows,
+    rate_after_loading, ways_to_run, fast_metrics, computed_keys, wide_keys, refused_keys,
     refused_in_training, taken_keys, mixed_types, fit_options, fit_refusals, several_devices,
     unused_output, files_of_weights, weighted_bag, batches_of_torch, uneven_rows, sequential, subclassed,
     ways_through_graphs,

@@ -54,6 +54,9 @@ def result(backend: str, name: str) -> Any:
         ("sgd_twice", 10, True),
         ("schedule", 10, True),
         ("momentum", 10, False),
+        ("rmsprop", 10, False),
+        ("adamax", 10, False),
+        ("adadelta", 10, False),
     ],
 )
 def test_steps_equal_those_of_the_stock_layer(backend: str, scenario: str, steps: int, bits: bool) -> None:
@@ -218,6 +221,24 @@ def test_weights_in_memory_bring_the_rows_back(backend: str) -> None:
     assert found["own"] == [True, 0.0, 0.0]
     assert found["stock"] == [True, 0.0, 0.0]
     assert "without the rows" in found["refused"]
+
+
+def test_early_stopping_restores_the_best_rows(backend: str) -> None:
+    found = result(backend, "early_stopping")
+    assert found.keys() == {"fixed layer", "fixed fast", "dynamic layer", "dynamic fast"}
+    for form, (epochs, is_best, is_last) in found.items():
+        assert 3 <= epochs < 9, form
+        assert is_best, form
+        assert not is_last, form
+
+
+def test_weights_of_a_dynamic_table_are_its_keys_and_rows(backend: str) -> None:
+    found = result(backend, "keys_and_rows")
+    assert found["keys"]
+    assert found["shape"] == [48, 4]
+    assert found["again"] == found["kept"] == [[5, 7], [[1.0] * 4] * 2]
+    assert "not a whole number" in found["messages"][0]
+    assert "differ in their shapes" in found["messages"][1]
 
 
 def test_a_loaded_model_and_its_tables_have_one_rate(backend: str) -> None:

@@ -44,6 +44,10 @@ CASES = {
     "adam": (Adam(), [[0.5]], {}, [0.9]),
     # u: 0.5, then max(0.9 * 0.5, 0.1); m: 0.25, then 0.175; w -= 0.1 m / (1 - 0.5^t) / u
     "adamax": (Adamax(beta1=0.5, beta2=0.9), [[0.5], [0.1]], {}, [0.84814815]),
+    # then m = 0.125, u = 0.45: w -= 0.1 * 0.125 / (1 - 0.25) / 0.45
+    "adamax, global": (Adamax(beta1=0.5, beta2=0.9, update="global"), [[0.5], None], {}, [0.86296296]),
+    # s: 0.125, its half while the row rests, then 0.15625
+    "rmsprop, global": (RMSProp(decay=0.5, update="global"), [[0.5], None, [0.5]], {}, [0.73208754]),
     # s = 0.25 / 20 = epsilon: d = sqrt(1 / 2) g
     "adadelta": (Adadelta(epsilon=0.0125), [[0.5]], {}, [0.96464466]),
     # w = 1 - 0.1 * 0.2, then Adam's first step of 0.1

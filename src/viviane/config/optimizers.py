@@ -101,6 +101,7 @@ class RMSProp(_Optimizer):
     decay: float = Field(default=0.9, ge=0, lt=1)
     epsilon: float = Field(default=1e-7, gt=0)
     epsilon_inside_root: bool = False
+    update: Update = "local"
 
 
 class Adam(_Optimizer):
@@ -121,6 +122,7 @@ class Adamax(_Optimizer):
     beta1: float = Field(default=0.9, ge=0, lt=1)
     beta2: float = Field(default=0.999, ge=0, lt=1)
     epsilon: float = Field(default=1e-7, gt=0)
+    update: Update = "local"
 
 
 class Adadelta(_Optimizer):
@@ -129,6 +131,7 @@ class Adadelta(_Optimizer):
     type: Literal["adadelta"] = "adadelta"
     decay: float = Field(default=0.95, ge=0, lt=1)
     epsilon: float = Field(default=1e-7, gt=0)
+    update: Update = "local"
 
 
 class AdamW(_Optimizer):

@@ -134,7 +134,8 @@ class DynamicTableConfig(DynamicOptions):
         rule = self.optimizer
         if rule is not None and getattr(rule, "update", "local") == "global":
             raise ValueError(
-                f"table {self.name!r}: update='global' would move rows that have no key; use 'lazy_global'"
+                f"table {self.name!r}: update='global' would move rows that have no key; use 'local', "
+                "or Adam's 'lazy_global'"
             )
         return self
 

@@ -106,7 +106,7 @@ class DistributedEmbedding(TableLayer):
 
     def _with_rule(self, tables: Sequence[AnyTable]) -> list[AnyTable]:
         return [
-            table.model_copy(update={"optimizer": for_dynamic(table.optimizer or self.rule.settings)})
+            table.model_copy(update={"optimizer": for_dynamic(table.optimizer or self.rule.settings, self.where)})
             if isinstance(table, DynamicTableConfig)
             else table
             for table in tables

@@ -90,7 +90,7 @@ class OneTable(TableLayer):
     def _with_rule(self, tables: Sequence[AnyTable]) -> list[AnyTable]:
         if self.dynamic is None:
             return list(tables)
-        rule = for_dynamic(self.rule.settings)
+        rule = for_dynamic(self.rule.settings, self.where)
         return [table.model_copy(update={"optimizer": rule}) for table in tables]
 
     def _fill(self, collection: TableCollection) -> None:
@@ -132,11 +132,24 @@ class OneTable(TableLayer):
         return rows if keras.backend.backend() == "torch" else keras.ops.convert_to_tensor(rows.float().cpu().numpy())
 
     def get_weights(self) -> list[np.ndarray[Any, Any]]:
-        """Return the rows (V, D), as `keras.layers.Embedding` does."""
+        """Return the rows (V, D), as `keras.layers.Embedding` does; of a dynamic table its N keys (N,) and rows (N, D).
+
+        `model.get_weights()`, which callbacks use, brings the whole content of dynamic tables.
+        """
+        if self.dynamic is not None:
+            content = self.collection.dynamic_table(self._name).export()
+            return [content.keys.cpu().numpy(), content.weight.float().cpu().numpy()]
         return [self.collection.export_table(self._name).weight.float().cpu().numpy()]
 
     def set_weights(self, weights: Sequence[Any]) -> None:
-        """Replace the rows (V, D); the optimizer's state stays."""
+        """Replace the rows (V, D); the optimizer's state stays.
+
+        Of a dynamic table: keys (N,) and rows (N, D), which are its whole content then; the state of keys that it had
+        stays.
+        """
+        if self.dynamic is not None:
+            self._replace_content(*weights)
+            return
         (rows,) = weights
         given = torch.from_numpy(np.array(rows))
         if tuple(given.shape) != (self.input_dim, self.output_dim):
@@ -145,6 +158,18 @@ class OneTable(TableLayer):
                 allowed=str((self.input_dim, self.output_dim)),
             )  # fmt: skip
         self.collection.copy_rows(self._name, given)
+
+    def _replace_content(self, keys: Any, rows: Any) -> None:
+        table, given = self.collection.dynamic_table(self._name), torch.from_numpy(np.array(rows, dtype="float32"))
+        new = array_keys(np.array(keys), self.where).to(torch.int64)
+        if new.dim() != 1 or tuple(given.shape) != (len(new), self.output_dim):
+            raise ConfigError(
+                "keys and rows differ in their shapes", where=self.where, value=(tuple(new.shape), tuple(given.shape)),
+                allowed=f"(N,) and (N, {self.output_dim})",
+            )  # fmt: skip
+        own = table.export().keys
+        table.erase(own[~torch.isin(own, new.to(own.device))])
+        table.insert_or_assign(new.to(own.device), given.to(own.device))
 
     def load_own_variables(self, store: Any) -> None:
         """Read what `save_own_variables` wrote, or the rows of a `keras.layers.Embedding` alone.
@@ -221,10 +246,10 @@ class Embedding(OneTable):
         embeddings_constraint: None.
         mask_zero: as in Keras: key 0 is masked for the layers that follow.
         weights: initial rows (V, D), or a list of them alone.
-        optimizer: a Keras optimizer or its name (SGD, Adagrad, Adam, AdamW, Ftrl, with Keras' arithmetic, where Adam
-            moves every row in each step), or Viviane's settings such as `viviane.Adam(lr=1e-3)`, which moves touched
-            rows. Pass the object that goes to `compile`: callbacks that set its rate set the table's. None: see
-            `follow_optimizer`.
+        optimizer: a Keras optimizer or its name (SGD, Adagrad, RMSprop, Adam, AdamW, Adamax, Adadelta, Ftrl, with
+            Keras' arithmetic: momentum and Adam, for example, move every row in each step), or Viviane's settings such
+            as `viviane.Adam(lr=1e-3)`, which moves touched rows. Pass the object that goes to `compile`: callbacks that
+            set its rate set the table's. None: see `follow_optimizer`.
         row_dtype: of the rows: "float32", "float16", "bfloat16"; 16-bit rows are rounded stochastically.
         table_name: of the table in checkpoints and exports; None takes the layer's name.
         out_of_range: what a key outside of 0 <= key < V does: "raise", "hash", "default", "ignore"; see TableConfig.

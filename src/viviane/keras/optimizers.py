@@ -7,7 +7,18 @@ from typing import Any, Final, get_args
 
 import keras
 
-from viviane.config.optimizers import SGD, AdaGrad, Adam, AdamW, AnyOptimizer, Ftrl, optimizer_from_dict
+from viviane.config.optimizers import (
+    SGD,
+    Adadelta,
+    AdaGrad,
+    Adam,
+    Adamax,
+    AdamW,
+    AnyOptimizer,
+    Ftrl,
+    RMSProp,
+    optimizer_from_dict,
+)
 from viviane.core.errors import ConfigError
 
 _CLIPS: Final = ("clipnorm", "clipvalue", "global_clipnorm")
@@ -74,7 +85,7 @@ def _settings(optimizer: Any, where: str) -> AnyOptimizer:
     if make is None:
         raise ConfigError(
             "no rule of tables has this optimizer's arithmetic", where=where, value=kind,
-            allowed=", ".join(_RULES), fix="give the tables one of Viviane's: " + _OWN.format("RMSProp"),
+            allowed=", ".join(_RULES), fix="give the tables one of Viviane's: " + _OWN.format("Adam"),
         )  # fmt: skip
     return make(config, where)
 
@@ -118,6 +129,20 @@ def _adamw(config: dict[str, Any], where: str) -> AnyOptimizer:
     )  # fmt: skip
 
 
+def _rmsprop(config: dict[str, Any], where: str) -> AnyOptimizer:
+    if config["momentum"] or config["centered"]:
+        raise ConfigError("tables have RMSprop without momentum, not centered", where=where, fix="use it without them")
+    return RMSProp(decay=config["rho"], epsilon=config["epsilon"], epsilon_inside_root=True, update="global")
+
+
+def _adamax(config: dict[str, Any], where: str) -> AnyOptimizer:
+    return Adamax(beta1=config["beta_1"], beta2=config["beta_2"], epsilon=config["epsilon"], update="global")
+
+
+def _adadelta(config: dict[str, Any], where: str) -> AnyOptimizer:
+    return Adadelta(decay=config["rho"], epsilon=config["epsilon"], update="global")
+
+
 def _ftrl(config: dict[str, Any], where: str) -> AnyOptimizer:
     if config["learning_rate_power"] != -0.5 or config["l2_shrinkage_regularization_strength"]:
         raise ConfigError("tables have FTRL with learning_rate_power=-0.5 and without shrinkage", where=where)
@@ -127,16 +152,29 @@ def _ftrl(config: dict[str, Any], where: str) -> AnyOptimizer:
     )  # fmt: skip
 
 
-_RULES: Final = {"SGD": _sgd, "Adagrad": _adagrad, "Adam": _adam, "AdamW": _adamw, "Ftrl": _ftrl}
+_RULES: Final = {
+    "SGD": _sgd, "Adagrad": _adagrad, "RMSprop": _rmsprop, "Adam": _adam, "AdamW": _adamw, "Adamax": _adamax,
+    "Adadelta": _adadelta, "Ftrl": _ftrl,
+}  # fmt: skip
 
 
-def for_dynamic(settings: AnyOptimizer) -> AnyOptimizer:
+def for_dynamic(settings: AnyOptimizer, where: str) -> AnyOptimizer:
     """Return a rule for a dynamic table, whose rows move only when they are touched.
 
-    Adam makes up for the steps in which a row rested; other rules that move every row are refused by the table.
+    Adam makes up for the steps in which a row rested.
+
+    Raises:
+        ConfigError: the rule moves every row in each step, touched or not.
     """
     if isinstance(settings, Adam) and settings.update == "global":
         return settings.model_copy(update={"update": "lazy_global"})
+    if getattr(settings, "update", "local") == "global":
+        raise ConfigError(
+            "this Keras optimizer moves every row in each step, a dynamic table only those of the batch", where=where,
+            value=type(settings).__name__,
+            fix=f"give the layer an optimizer of its own that moves touched rows: "
+            f"{_OWN.format(type(settings).__name__)}; or use Keras' SGD without momentum, Adagrad, Adam or Ftrl",
+        )  # fmt: skip
     return settings
 
 

@@ -43,6 +43,7 @@ RULES = {
     "adam, lazy": Adam(epsilon=0.01, update="lazy_global"),
     "adamax": Adamax(epsilon=0.01),
     "adadelta": Adadelta(epsilon=0.01),
+    "adamax, global": Adamax(epsilon=0.01, update="global"),
     "adamw, global": AdamW(epsilon=0.01, weight_decay=0.1, update="global"),
     "row-wise adam": RowWiseAdam(epsilon=0.01, weight_decay=0.1),
     "lamb": Lamb(epsilon=0.01, weight_decay=0.1, clip_row_norm=1.0),
