@@ -47,6 +47,7 @@ from trials import (
     options_of_the_stock_layer,
     rank_of_keys,
     sequential,
+    stock_copies,
     subclassed,
     uneven_rows,
     unused_output,
@@ -491,7 +492,7 @@ SCENARIOS = [
     rate_after_loading, ways_to_run, fast_metrics, computed_keys, wide_keys, refused_keys,
     refused_in_training, taken_keys, mixed_types, fit_options, fit_refusals, several_devices,
     unused_output, files_of_weights, weighted_bag, batches_of_torch, uneven_rows, sequential, subclassed,
-    ways_through_graphs,
+    ways_through_graphs, stock_copies,
     options_of_the_stock_layer, rank_of_keys,
 ]  # fmt: skip
 

@@ -412,3 +412,13 @@ def test_keys_of_the_rank_that_keras_takes(backend: str) -> None:
     found = result(backend, "rank_of_keys")
     assert found["same"]
     assert "to_tensor" in found["ragged"]
+
+
+def test_a_stock_copy_predicts_the_same(backend: str) -> None:
+    found = result(backend, "stock_copies")
+    assert found["apart"].keys() == {"embedding", "bags", "distributed"}
+    for kind, apart in found["apart"].items():
+        assert len(apart) == (3 if backend == "tensorflow" else 2)
+        assert max(apart) <= 1e-6, kind  # means are sums in another order
+    assert "dynamic table" in found["refused"][0]
+    assert "out_of_range='hash'" in found["refused"][1]

@@ -2,13 +2,15 @@
 
 import tempfile
 import warnings
+from functools import partial
 from pathlib import Path
 
 import keras
 import numpy as np
-from networks import BACKEND, DIM, KEYS, LABELS, SIZE, VOCABULARY, embedding, network, trained
+from networks import BACKEND, DIM, KEYS, LABELS, SIZE, TWICE, VOCABULARY, embedding, network, trained
 
 import viviane.keras as vk
+from viviane.core.errors import ConfigError
 from viviane.embedding import FeatureConfig, TableConfig, UniformInit
 
 
@@ -279,3 +281,54 @@ def rank_of_keys():
         except Exception as error:
             raised = str(error)
     return {"same": bool((rows[0] == rows[1]).all()), "ragged": raised}
+
+
+def _parts(kind, keys, weights):
+    optimizer = keras.optimizers.SGD(0.1)
+    if kind == "embedding":
+        return [keras.layers.Flatten()(vk.Embedding(VOCABULARY, DIM, optimizer=optimizer)(keys))]
+    if kind == "bags":
+        bag = partial(vk.EmbeddingBag, VOCABULARY, DIM, optimizer=optimizer)
+        return [
+            bag(combiner="mean", padding_key=0)(keys), bag(combiner="sum")(keys),
+            bag(combiner="sqrtn", padding_key=-1)(keys, weights), bag(combiner="mean")(keys, weights),
+        ]  # fmt: skip
+    tables = [TableConfig(name="t", num_rows=VOCABULARY, dim=DIM), TableConfig(name="u", num_rows=VOCABULARY, dim=3)]
+    features = [
+        FeatureConfig(name="mean", table="t", combiner="mean"), FeatureConfig(name="one", table="u"),
+        FeatureConfig(name="sum", table="t", combiner="sum"),
+    ]  # fmt: skip
+    layer = vk.DistributedEmbedding(features, tables=tables, lengths={"mean": 3, "sum": 3}, optimizer=optimizer)
+    return list(layer({"mean": keys, "one": keys[:, 0], "sum": keys}).values())
+
+
+def stock_copies():
+    """Copies with Keras' own layers, as they are and after saving; on TensorFlow from a SavedModel, too."""
+    given, found = {"keys": TWICE[:40], "weights": np.abs(LABELS[:120].reshape(40, 3))}, {}
+    for kind in ("embedding", "bags", "distributed"):
+        keys, weights = keras.Input((3,), dtype="int32", name="keys"), keras.Input((3,), name="weights")
+        hidden = keras.layers.Concatenate()([*_parts(kind, keys, weights), weights])
+        model = keras.Model({"keys": keys, "weights": weights}, keras.layers.Dense(1)(hidden))
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+        model.fit(given, LABELS[:40], verbose=0)
+        wanted, copy = model.predict(given, verbose=0), vk.stock_model(model)
+        with tempfile.TemporaryDirectory() as folder:
+            copy.save(Path(folder) / "copy.keras")
+            outputs = [copy.predict(given, verbose=0)]
+            outputs.append(keras.saving.load_model(Path(folder) / "copy.keras").predict(given, verbose=0))
+            if BACKEND == "tensorflow":
+                import tensorflow as tf
+
+                copy.export(f"{folder}/saved", verbose=False)
+                saved = tf.saved_model.load(f"{folder}/saved")
+                outputs.append(saved.serve({name: tf.constant(one) for name, one in given.items()}).numpy())
+        found[kind] = [float(np.abs(one - wanted).max()) for one in outputs]
+        assert not vk.table_layers(copy)
+    refused = []
+    for options in ({"input_dim": None, "key_dtype": "int32"}, {"input_dim": 9, "out_of_range": "hash"}):
+        layer = vk.Embedding(output_dim=DIM, optimizer="sgd", **options)
+        try:
+            vk.stock_model(keras.Sequential([keras.Input((3,), dtype="int32"), layer]))
+        except ConfigError as error:
+            refused.append(str(error))
+    return {"apart": found, "refused": refused}

@@ -13,6 +13,7 @@ from viviane.keras.distributed import DistributedEmbedding  # noqa: E402
 from viviane.keras.embedding import Embedding, EmbeddingBag  # noqa: E402
 from viviane.keras.fit import FastTrainer, fit  # noqa: E402
 from viviane.keras.layer import follow_optimizer, table_layers  # noqa: E402
+from viviane.keras.stock import stock_model  # noqa: E402
 
 __all__ = [
     "DistributedEmbedding",
@@ -24,5 +25,6 @@ __all__ = [
     "follow_optimizer",
     "load_tables",
     "save_tables",
+    "stock_model",
     "table_layers",
 ]

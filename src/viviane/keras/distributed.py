@@ -80,7 +80,7 @@ class DistributedEmbedding(TableLayer):
         self.features: tuple[Feature, ...] = tuple(features)
         self._lengths = {one.name: one.length for one in features}
         self._dims = {one.name: one.table.dim for one in features}
-        self._returns_list = is_list and all(not isinstance(one, FeatureConfig) for one in given)
+        self.returns_list = is_list and all(not isinstance(one, FeatureConfig) for one in given)
         is_dynamic = any(isinstance(one.table, DynamicTableConfig) for one in self.features)
         self.key_dtype = key_type(key_dtype, is_dynamic, self.where)
         self.autocast = False
@@ -174,7 +174,7 @@ class DistributedEmbedding(TableLayer):
 
     def _flat_order(self) -> list[str]:
         names = [one.name for one in self.features]
-        return names if self._returns_list else keras.tree.flatten({name: name for name in names})
+        return names if self.returns_list else keras.tree.flatten({name: name for name in names})
 
     def outputs_of(self, flat: Any) -> list[Any]:
         """Return the vectors of each feature."""
@@ -214,7 +214,7 @@ class DistributedEmbedding(TableLayer):
 
     def _structured(self, found: Mapping[str, Any]) -> Any:
         names = list(self._lengths)
-        return [found[name] for name in names] if self._returns_list else {name: found[name] for name in names}
+        return [found[name] for name in names] if self.returns_list else {name: found[name] for name in names}
 
     def compute_output_spec(self, inputs: Any, weights: Any = None, training: Any = None) -> Any:
         """Return the features' shapes (B, D)."""
@@ -231,7 +231,7 @@ class DistributedEmbedding(TableLayer):
         return {
             **super().get_config(),
             "feature_configs": [save_feature(one) for one in self.features],
-            "returns_list": self._returns_list,
+            "returns_list": self.returns_list,
             "optimizer": save_optimizer(self.held.optimizer),
             "rule": save_optimizer(self.rule.settings),
             "source": save_optimizer(self.rule.source),
@@ -250,7 +250,7 @@ class DistributedEmbedding(TableLayer):
         rule, rate, source = load_optimizer(own.pop("rule")), own.pop("rate"), load_optimizer(own.pop("source", None))
         rate = keras.saving.deserialize_keras_object(rate) if isinstance(rate, dict) else rate
         layer = cls(features, optimizer=optimizer, **own)
-        layer._returns_list = returns_list
+        layer.returns_list = returns_list
         layer.rule = Rule(rule, rate, source if layer.rule.source is None else layer.rule.source)
         return layer
 

@@ -15,7 +15,15 @@ import torch
 
 from viviane.batch import Batch
 from viviane.core.errors import ConfigError
-from viviane.embedding import DynamicOptions, DynamicTableConfig, FeatureConfig, TableCollection, TableConfig
+from viviane.embedding import (
+    DynamicOptions,
+    DynamicTable,
+    DynamicTableConfig,
+    FeatureConfig,
+    TableCollection,
+    TableConfig,
+)
+from viviane.embedding.base import LocalCollection
 from viviane.embedding.dynamic_config import AnyTable
 from viviane.embedding.external import KeyColumns
 from viviane.embedding.whole_keys import array_keys
@@ -137,7 +145,7 @@ class OneTable(TableLayer):
         `model.get_weights()`, which callbacks use, brings the whole content of dynamic tables.
         """
         if self.dynamic is not None:
-            content = self.collection.dynamic_table(self._name).export()
+            content = self._dynamic_table().export()
             return [content.keys.cpu().numpy(), content.weight.float().cpu().numpy()]
         return [self.collection.export_table(self._name).weight.float().cpu().numpy()]
 
@@ -159,8 +167,16 @@ class OneTable(TableLayer):
             )  # fmt: skip
         self.collection.copy_rows(self._name, given)
 
+    def _dynamic_table(self) -> DynamicTable:
+        if not isinstance(self.collection, LocalCollection):
+            raise ConfigError(
+                "the keys of the table are spread over several processes", where=self.where, value=self._name,
+                fix="use viviane.keras.save_tables and load_tables",
+            )  # fmt: skip
+        return self.collection.dynamic_table(self._name)
+
     def _replace_content(self, keys: Any, rows: Any) -> None:
-        table, given = self.collection.dynamic_table(self._name), torch.from_numpy(np.array(rows, dtype="float32"))
+        table, given = self._dynamic_table(), torch.from_numpy(np.array(rows, dtype="float32"))
         new = array_keys(np.array(keys), self.where).to(torch.int64)
         if new.dim() != 1 or tuple(given.shape) != (len(new), self.output_dim):
             raise ConfigError(

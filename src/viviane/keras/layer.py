@@ -134,6 +134,11 @@ class TableLayer(keras.layers.Layer):
         return self._columns
 
     @property
+    def tables(self) -> tuple[AnyTable, ...]:
+        """Settings of the layer's tables; none before it is built."""
+        return self._settings[0] if self._settings else ()
+
+    @property
     def width(self) -> int:
         """Columns of the output, W: from the settings, since Keras traces models before their tables can be made."""
         tables, features = self._settings
@@ -153,8 +158,7 @@ class TableLayer(keras.layers.Layer):
     def count_params(self) -> int:
         """Return the numbers of all rows, and the layer's own three."""
         own = int(super().count_params())
-        tables = self._settings[0] if self._settings else ()
-        total: int = own + sum(getattr(table, "num_rows", 0) * table.dim for table in tables)
+        total: int = own + sum(getattr(table, "num_rows", 0) * table.dim for table in self.tables)
         return total
 
     # Lookup -------------------------------------------------------------------------------------------------
