@@ -7,6 +7,7 @@ import socket
 import subprocess
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from types import TracebackType
@@ -67,11 +68,20 @@ class Valkey:
 
 
 class ValkeyCluster:
-    """Three servers that share the slots."""
+    """Three servers that share the slots.
 
-    def __init__(self, nodes: int = 3) -> None:
+    Args:
+        nodes: their number.
+        front: returns the port that clients are told, given that of a server; None: the server's.
+    """
+
+    def __init__(self, nodes: int = 3, front: Callable[[int], int] | None = None) -> None:
         bus = ("--cluster-enabled", "yes", "--cluster-node-timeout", "2000")
-        self.nodes = [Valkey(*bus, "--cluster-port", str(free_port())) for _ in range(nodes)]
+        self.nodes = []
+        for _ in range(nodes):
+            port = free_port()
+            told = ("--cluster-announce-port", str(port if front is None else front(port)))
+            self.nodes.append(Valkey(*bus, *told, "--cluster-port", str(free_port()), port=port))
         self.address = ",".join(one.address for one in self.nodes)
         clients = [one.client() for one in self.nodes]
         step = 16384 // nodes

@@ -15,7 +15,7 @@ from viviane.core.errors import ConfigError, StoreError
 from viviane.core.optional import require
 from viviane.ops.resp import RowReplies, key_elements, sealed_rows
 from viviane.store.delta import partition_of
-from viviane.store.redis_wire import MovedError, RowConnection, TlsOptions, client_options
+from viviane.store.redis_wire import MovedError, RowConnection, TlsOptions, make_client
 from viviane.store.row_layout import Found, Keys, RowLayout, Rows
 from viviane.store.statistics import StatsCounter, TierStats
 from viviane.store.tier import SCAN_ROWS, check_batch_rows
@@ -36,7 +36,7 @@ class RedisTier:
     VIVIANE_REDIS_USERNAME, VIVIANE_REDIS_PASSWORD.
 
     Args:
-        address: host:port; of a cluster any of its nodes, several with commas.
+        address: host:port, or [address]:port of IPv6; of a cluster any of its nodes, several with commas.
         table: name of the rows in the server.
         layout: of the rows.
         cluster: the address is of a cluster.
@@ -98,22 +98,24 @@ class RedisTier:
         """Ask which node has which partition."""
         redis = require("redis", extra="redis", purpose="rows in Redis")
         places = [_place(one) for one in self.address.split(",")]
+        if len(places) > 1 and not self.cluster:
+            raise ConfigError("several addresses are of a cluster", where="redis.address", value=self.address,
+                              fix="set redis.cluster to true, or name one server")  # fmt: skip
         if self._tls is not None:
             self._tls.context()  # a file that cannot be read is no matter of the server
-        options = client_options(self._timeout_s, self._tls)
         try:
+            client = make_client(places, self._timeout_s, self._tls, self.cluster)
             if self.cluster:
-                starts = [redis.cluster.ClusterNode(host, port) for host, port in places]
-                client = redis.RedisCluster(startup_nodes=starts, **options)
                 owners = [client.get_node_from_key(name) for name in self.hash_names]
                 found = [(str(one.host), int(one.port)) for one in owners]
             else:
-                client = redis.Redis(*places[0], **options)
                 client.ping()
                 found = [places[0]] * self.partitions
         except (redis.RedisError, redis.exceptions.RedisClusterException, OSError) as error:
-            raise StoreError("no Redis server answers", where=self._where, value=str(error)[:200],
-                             fix="start it, or check host, port, user and password") from error  # fmt: skip
+            fix = "start it, or check host, port, user and password"
+            if self._tls is not None:
+                fix += "; redis.tls: ca_file signs the server's certificate, which names the host or server_name"
+            raise StoreError("no Redis server answers", where=self._where, value=str(error)[:200], fix=fix) from error
         with self._lock:
             before, self._client = self._client, client
             self._nodes = sorted(set(found))
@@ -358,10 +360,16 @@ class RedisTier:
 
 
 def _place(text: str) -> tuple[str, int]:
+    """Return host and port of host:port or [IPv6 address]:port."""
     host, _, port = text.strip().rpartition(":")
     number = number_in(port)
-    if not host or number is None or "@" in text or not 0 < number < 65536:
+    bracketed = host.startswith("[") and host.endswith("]")
+    if not host or number is None or set(text) & set("@/") or not 0 < number < 65536 or (":" in host) != bracketed:
         shown = text.rsplit("@", maxsplit=1)[-1]
-        raise ConfigError("not the address of a Redis server", value=shown, allowed="host:port",
-                          fix="user and password come from the environment")  # fmt: skip
-    return host, number
+        raise ConfigError(
+            "not the address of a Redis server", where="redis.address", value=shown,
+            allowed="host:port; [address]:port of IPv6",
+            fix="leave redis:// and the number of a database out; user and password come from the environment, and "
+            "redis.tls encrypts",
+        )  # fmt: skip
+    return host.strip("[]"), number

@@ -73,6 +73,14 @@ class TlsOptions:
                              fix="correct the file, or name another one") from error  # fmt: skip
         return made
 
+    def wrap(self, plain: socket.socket, host: str) -> ssl.SSLSocket:
+        """Return a connected socket with encryption; it is closed where the server's certificate is refused."""
+        try:
+            return self.context().wrap_socket(plain, server_hostname=self.server_name or host)
+        except BaseException:
+            plain.close()
+            raise
+
 
 def credentials() -> tuple[str | None, str | None]:
     """Return user and password, from the environment alone."""
@@ -106,7 +114,7 @@ class RowConnection:
         self._start = self._end = 0
         try:
             if tls is not None:
-                self._socket = tls.context().wrap_socket(plain, server_hostname=tls.server_name or host)
+                self._socket = tls.wrap(plain, host)
             user, password = credentials()
             if password is not None:
                 parts = [b"AUTH", *([user.encode()] if user else []), password.encode()]
@@ -235,15 +243,39 @@ def _command(parts: Sequence[bytes]) -> bytes:
     return b"*%d\r\n" % len(parts) + b"".join(map(_element, parts))
 
 
-def client_options(timeout_s: float, tls: TlsOptions | None) -> dict[str, Any]:
-    """Return redis-py's options for the same server."""
+def make_client(places: Sequence[tuple[str, int]], timeout_s: float, tls: TlsOptions | None, cluster: bool) -> Any:
+    """Return redis-py's client of the same server, or of the cluster that the servers belong to; it may not be connected.
+
+    redis-py compares a certificate with the host alone, so that connections are wrapped here, where tls.server_name is
+    known.
+    """
+    redis = require("redis", extra="redis", purpose="rows in Redis")
     retry = require("redis.retry", extra="redis", purpose="rows in Redis")
     backoff = require("redis.backoff", extra="redis", purpose="rows in Redis")
     user, password = credentials()
     once = retry.Retry(backoff.NoBackoff(), 0)  # the hierarchy of tiers asks again
-    made: dict[str, Any] = {"socket_timeout": timeout_s, "socket_connect_timeout": timeout_s, "retry": once}
+    options: dict[str, Any] = {"socket_timeout": timeout_s, "socket_connect_timeout": timeout_s, "retry": once}
     if password is not None:
-        made |= {"username": user, "password": password}
+        options |= {"username": user, "password": password}
     if tls is not None:
-        made |= {"ssl": True, "ssl_ca_certs": tls.ca_file, "ssl_certfile": tls.cert_file, "ssl_keyfile": tls.key_file}
-    return made
+        options["connection_class"] = _encrypted(redis.Connection, tls)
+    (host, port), *others = places
+    if cluster:
+        starts = [redis.cluster.ClusterNode(*one) for one in others]
+        # With a URL, whose scheme says nothing of encryption, redis-py makes connections of the given class.
+        return redis.RedisCluster(url=f"redis://{_bracketed(host)}:{port}", startup_nodes=starts, **options)
+    return redis.Redis.from_pool(redis.ConnectionPool(host=host, port=port, **options))
+
+
+def _encrypted(plain: Any, tls: TlsOptions) -> Any:
+    """Return redis-py's class of connections with encryption, as `RowConnection` has it."""
+
+    class Encrypted(plain):  # type: ignore[misc]
+        def _connect(self) -> ssl.SSLSocket:  # what subclasses of redis-py's connections define
+            return tls.wrap(super()._connect(), self.host)
+
+    return Encrypted
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host

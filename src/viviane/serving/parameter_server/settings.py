@@ -75,7 +75,7 @@ class RedisSettings(Settings):
     """Rows in Redis or Valkey. User and password: VIVIANE_REDIS_USERNAME, VIVIANE_REDIS_PASSWORD.
 
     Args:
-        address: host:port; of a cluster any of its nodes, several with commas.
+        address: host:port, or [address]:port of IPv6; of a cluster any of its nodes, several with commas.
         instance: part of the rows' name there. Servers with one name share rows, which is for models without updates:
             a server with updates needs a name of its own.
         cluster: the address is of a cluster.
