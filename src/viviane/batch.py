@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from viviane.core.errors import DataError, SchemaError, suggest
-from viviane.core.tensors import check_mask, check_tensor
+from viviane.core.tensors import check_mask, check_tensor, is_tensor, tensor_array
 from viviane.core.whole_numbers import whole_numbers
 from viviane.schema import Schema
 
@@ -72,10 +72,14 @@ class Bag:
         Raises:
             DataError: an id is no whole number, or does not fit the type; the weights are not one per id.
         """
+        rows = _lists(rows, "ids of a bag")
+        weights = None if weights is None else _lists(weights, "weights of a bag")
         lengths = torch.tensor([0, *(len(row) for row in rows)], dtype=torch.int64)
         keys = whole_numbers([key for row in rows for key in row], str(dtype).removeprefix("torch."), "ids of a bag")
+        if keys.ndim != 1:
+            raise DataError("a bag is a list of ids, not of lists", where="ids of a bag", value=f"shape {keys.shape}")
         values = torch.from_numpy(keys)
-        flat = None if weights is None else torch.tensor([w for row in weights for w in row], dtype=torch.float32)
+        flat = None if weights is None else _weights(weights)
         if weights is not None and [len(row) for row in weights] != [len(row) for row in rows]:
             pairs = list(zip_longest(map(len, rows), map(len, weights)))
             row = next(n for n, (ids, own) in enumerate(pairs) if ids != own)
@@ -84,6 +88,29 @@ class Bag:
                 "a bag needs one weight per id", where=f"row {row}", value=f"{ids or 0} ids, {own or 0} weights"
             )
         return cls(values, lengths.cumsum(0), flat)
+
+
+def _lists(rows: Any, where: str) -> list[Any]:
+    """Return rows as a list of lists or arrays.
+
+    Raises:
+        DataError: a row is no list.
+    """
+    try:
+        found = [tensor_array(row, where) if is_tensor(row) else row for row in rows]
+        for row in found:
+            check_mask(row, where)
+            len(row)
+    except TypeError as error:
+        raise DataError("rows of bags are lists of lists", where=where, value=str(error)[:200]) from error
+    return found
+
+
+def _weights(rows: list[Any]) -> Tensor:
+    try:
+        return torch.tensor([float(w) for row in rows for w in row], dtype=torch.float32)
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+        raise DataError("weights must be numbers", where="weights of a bag", value=str(error)[:200]) from error
 
 
 @dataclass(frozen=True)

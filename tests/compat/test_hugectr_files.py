@@ -9,10 +9,13 @@ import pytest
 import torch
 
 from viviane.compat.hugectr.beside import packages
-from viviane.compat.hugectr.files import write_folder
+from viviane.compat.hugectr.files import load_dense, write_folder
 from viviane.compat.hugectr.symbols import modules
 from viviane.compat.hugectr.tables import TableRows
-from viviane.core.errors import CheckpointError, ConfigError, DataError
+from viviane.config import Solver
+from viviane.core.errors import CheckpointError, ConfigError, DataError, VivianeError
+from viviane.model import DenseLayer, Input, Model
+from viviane.schema import Schema
 
 from .test_hugectr_numbers import KEYS, build, norm_file, read_files, sgd
 
@@ -274,3 +277,28 @@ def test_slots_of_an_earlier_table_are_removed(tmp_path: Path) -> None:
     assert (tmp_path / "t/slot_id").exists()
     write_folder(tmp_path / "t", TableRows(rows.keys[:1], rows.vectors[:1]))
     assert sorted(one.name for one in (tmp_path / "t").iterdir()) == ["emb_vector", "key"]
+
+
+@pytest.mark.parametrize(
+    "change", [{"mean": 1.0}, {"mean": [1.0]}, {"var": [1.0, None, 2.0]}, {"mean": [{}, 1.0, 2.0]},
+               {"var": [float("nan"), 1.0, 2.0]}, {"mean": [True, 1.0, 2.0]}, {"mean": "abc"}],
+)  # fmt: skip
+def test_statistics_that_do_not_fit_are_refused(change: dict[str, Any], tmp_path: Path) -> None:
+    """Torch would repeat a single number over all columns."""
+    model = Model(Solver(batch_size=4, device="cpu"), Schema(labels=[{"name": "y"}], dense=[{"name": "d", "dim": 3}]))
+    model.add(Input(label="y", dense="d"))
+    model.add(DenseLayer("bn", "BatchNorm", bottom="d"))
+    model.add(DenseLayer("logit", "InnerProduct", bottom="bn", num_output=1))
+    model.add(DenseLayer("loss", "BinaryCrossEntropyLoss", bottom=["logit", "y"]))
+    model.compile()
+    file = tmp_path / "m_dense_1.model"
+    np.ones(10, np.float32).tofile(file)
+    right = {"type": "BatchNorm", "mean": [1.0, 2.0, 3.0], "var": [1, 1, 2]}
+    for statistics in (right, right | change):
+        Path(f"{file}.ntp.json").write_text(json.dumps({"layers": [statistics]}))
+        if statistics == right:
+            load_dense(model, str(file))
+        else:
+            with pytest.raises(VivianeError, match=r"one finite number per column|JSON"):
+                load_dense(model, str(file))
+    assert model.module.get_submodule("bn.norm").running_mean.tolist() == [1.0, 2.0, 3.0]

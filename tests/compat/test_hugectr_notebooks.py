@@ -197,3 +197,8 @@ def test_long_names_are_read_at_once(line: str) -> None:
 
 def test_several_targets_take_the_output_of_a_shell_line() -> None:
     run("box = [0, 0]\nbox[0], rest = !echo one; echo two\nassert (box[0], rest) == ('one', 'two')")
+
+
+def test_a_cell_that_is_no_python_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"(?s)a cell is no Python.*n\.ipynb, cell \d, line 2"):
+        run("good = 1\n  bad = 2")

@@ -1,15 +1,18 @@
 """Raw files that say more than the script, and tables that are larger than the machine."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from viviane.compat.hugectr import capacity
 from viviane.compat.hugectr.reading import close_readers
 from viviane.compat.hugectr.symbols import modules
-from viviane.core.errors import ConfigError, DataError
+from viviane.core.errors import ConfigError, DataError, VivianeError
 
 MADE = modules()
 hugectr: Any = MADE["hugectr"]
@@ -217,3 +220,50 @@ def test_one_number_of_keys_is_an_average_over_the_slots(nnz: Any, is_refused: b
 
 def test_free_memory_is_known_here() -> None:
     assert (capacity.free_bytes("cpu") or 0) > 2**20
+
+
+def _without(name: str) -> Callable[[pa.Table], pa.Table]:
+    return lambda table: table.drop_columns([name])
+
+
+BROKEN: dict[str, tuple[Callable[[pa.Table], pa.Table], str]] = {
+    "no key column": (_without("C1"), "is missing in the file"),
+    "no label column": (_without("label"), "is missing in the file"),
+    "two columns of a name": (lambda table: table.append_column("C1", table["C1"]), "two columns have one name"),
+    "keys of text": (
+        lambda table: table.set_column(table.column_names.index("C1"), "C1", table["C1"].cast("string")), "type",
+    ),
+    "keys of bytes": (
+        lambda table: table.set_column(table.column_names.index("C1"), "C1", pa.array([b"\x00\x80"] * len(table))),
+        "type",
+    ),
+    "an empty list of dense values": (
+        lambda table: table.set_column(
+            table.column_names.index("I1"), "I1", pa.array([None] * len(table), pa.list_(pa.float32()))
+        ),
+        "first row is null",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_parquet_that_differs_from_its_metadata_is_refused(name: str) -> None:
+    source, files = generated("Parquet")
+    change, message = BROKEN[name]
+    for file in files:
+        pq.write_table(change(pq.read_table(file)), file)
+    with pytest.raises(VivianeError, match=message):
+        rows_of(built("Parquet", source, 1, 1))
+
+
+def test_truncated_parquet_and_metadata_of_other_columns_are_refused() -> None:
+    source, files = generated("Parquet")
+    metadata = files[0].parent / "_metadata.json"
+    whole = metadata.read_text()
+    metadata.write_text(whole.replace('"C1"', '"C1x"'))
+    with pytest.raises(VivianeError, match=r"(?s)is missing in the file.*_metadata\.json.*C1x"):
+        built("Parquet", source, 1, 1)
+    metadata.write_text(whole)
+    files[0].write_bytes(files[0].read_bytes()[:-9])
+    with pytest.raises(VivianeError, match="not a complete Parquet file"):
+        built("Parquet", source, 1, 1)

@@ -1,6 +1,7 @@
 """Names that differ only by case stay apart, and folders with special names change nothing."""
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,10 @@ pytestmark = pytest.mark.filterwarnings("ignore:PySpark does not yet fully suppo
 ENGINES: list[Any] = [
     {"engine": "duckdb"},
     pytest.param({"engine": "gpu", "device": "cpu"}, marks=pytest.mark.slow),
-    pytest.param({"engine": "spark", "master": "local[1]"}, marks=pytest.mark.slow),
+    pytest.param(
+        {"engine": "spark", "master": "local[1]"},
+        marks=[pytest.mark.slow, pytest.mark.skipif(not find_spec("pyspark"), reason="needs the extra spark")],
+    ),
 ]
 FILL: dict[str, Any] = {"type": "fill", "value": 0}
 

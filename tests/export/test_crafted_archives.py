@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from export_models import PAIR, ZOO, made, rows
 
-from viviane.core.errors import ExportError
+from viviane.core.errors import ExportError, VivianeError
 from viviane.export import export, load
 from viviane.export.forms.archive import check_archive
 
@@ -143,3 +143,26 @@ def test_archives_that_are_no_plain_ones_are_refused(tmp_path: Path) -> None:
         file.write_bytes(data)
         with pytest.raises(ExportError, match="not a readable archive"):
             check_archive(file)
+
+
+def test_a_program_that_is_another_is_refused(exported: Path, tmp_path: Path) -> None:
+    """A manifest without labels, and a program whose result has another shape or that fails."""
+    shutil.copytree(exported, tmp_path / "e")
+    manifest = tmp_path / "e/manifest.json"
+    body = json.loads(manifest.read_text())
+    manifest.write_text(json.dumps(body | {"labels": []}))
+    seal(tmp_path / "e")
+    with pytest.raises(VivianeError, match="labels"):
+        load(tmp_path / "e")
+    manifest.write_text(json.dumps(body | {"labels": [*body["labels"], "more"]}))
+    seal(tmp_path / "e")
+    with pytest.raises(ExportError, match="returns another shape"):
+        load(tmp_path / "e").predict(rows(PAIR, 5))
+    artifact = load(exported)
+
+    def fail(tensors: Any) -> Any:
+        raise RuntimeError("index out of range in self")
+
+    artifact._run = fail  # as TorchScript fails where its constants were altered
+    with pytest.raises(ExportError, match=r"(?s)program failed.*index out of range"):
+        artifact.predict(rows(PAIR, 5))

@@ -42,9 +42,17 @@ class States:
 
     def take(self) -> None:
         """Keep the present state, after the last one."""
-        entries = [self._entry(one) for one in sorted(self._root.rglob("*"))]
+        while (entries := self._entries()) is None:
+            pass
         # When a folder changed is no part of a state: nothing reads it, and it differs after each write.
         self._moments.append(self._states.setdefault(json.dumps(entries), len(self._states)))
+
+    def _entries(self) -> list[tuple[str, str, int, int, str]] | None:
+        """Return what the folder holds; None where another thread, which noted its write before, did it meanwhile."""
+        try:
+            return [self._entry(one) for one in sorted(self._root.rglob("*"))]
+        except FileNotFoundError:
+            return None
 
     def _entry(self, path: Path) -> tuple[str, str, int, int, str]:
         found = path.lstat()

@@ -137,3 +137,19 @@ def test_bad_numbers_are_found_in_every_type(dtype):
         tensors[4][2048] = bad
         dense.check_finite(tensors, status)
         assert status[0] == 1
+
+
+@pytest.mark.parametrize("part", ["gradients", "state", "too few gradients"])
+def test_sizes_that_differ_from_the_parameters_are_refused(part):
+    """The kernel would write beyond the memory of a state that was loaded from another model."""
+    params, gradients, states = [torch.ones(9, 3)], [torch.ones(9, 3)], [[torch.ones(9, 3)]]
+    numbers = torch.tensor(NUMBERS, dtype=torch.float64)
+    dense.move_tensors("adagrad", params, gradients, states, numbers)
+    if part == "gradients":
+        gradients = [torch.ones(3)]
+    elif part == "state":
+        states = [[torch.ones(2)]]
+    else:
+        gradients = []
+    with pytest.raises(VivianeError, match="must have the parameters' sizes"):
+        dense.move_tensors("adagrad", params, gradients, states, numbers)

@@ -311,3 +311,15 @@ def test_learns_several_labels() -> None:
 )
 def test_scikit_learns_own_checks(estimator: Any, check: Any) -> None:
     check(estimator)
+
+
+def test_columns_that_say_nothing_give_a_constant() -> None:
+    """The best weight of every model is 0: the prediction is the rate of the label."""
+    chance = np.random.default_rng(0)
+    frame = pd.DataFrame({"a": chance.integers(0, 5, 40), "b": chance.normal(size=40)})
+    y, weight = chance.integers(0, 2, 40), chance.random(40)
+    clf = vv.CTRClassifier(epochs=1, verbose=0, random_state=0).fit(frame, y, weight)
+    p = clf.predict_proba(frame)[:, 1]
+    assert [share for _, share, _ in clf.members_] == [0.0] * len(clf.members_)
+    assert np.ptp(p) == 0
+    assert abs(p[0] - np.average(y, weights=weight)) < 0.05

@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 
 from viviane.core.errors import ConfigError, DataError, SchemaError
-from viviane.core.tensors import check_mask, tensor_array
+from viviane.core.tensors import check_mask, is_tensor, tensor_array
 
 FORMS: Final = (
     "a pandas, Polars, Arrow or Hugging Face table, columns by name, a list of dicts, an array (rows, columns), "
@@ -58,12 +58,6 @@ def as_table(rows: Any, names: Sequence[str] | None = None) -> pa.Table:
     return plain_table(_in_seconds(table))
 
 
-def _is_tensor(value: Any) -> bool:
-    """Whether it is a torch tensor; does not import torch, which the ETL does not need otherwise."""
-    torch = sys.modules.get("torch")
-    return torch is not None and isinstance(value, torch.Tensor)
-
-
 def _is_torch_dataset(value: Any) -> bool:
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(value, torch.utils.data.Dataset)
@@ -80,7 +74,7 @@ def is_frame(rows: Any) -> bool:
         return rows.dtype.names is not None
     if isinstance(rows, list | tuple):
         return bool(rows) and isinstance(rows[0], Mapping | pa.Table | pa.RecordBatch)
-    return not _is_tensor(rows)
+    return not is_tensor(rows)
 
 
 def refuse_shuffled(rows: Any) -> None:
@@ -110,7 +104,7 @@ def is_table(rows: Any) -> bool:
 
 def _whole(rows: Any, names: Sequence[str] | None) -> pa.Table | None:
     """Return the table of an object that contains all rows; None if it has to be iterated."""
-    if _is_tensor(rows):
+    if is_tensor(rows):
         rows = tensor_array(rows, "rows")
     if isinstance(rows, np.ndarray):
         return _of_array(rows, names)
@@ -123,7 +117,7 @@ def _whole(rows: Any, names: Sequence[str] | None) -> pa.Table | None:
     elif isinstance(rows, Mapping) and library != "datasets":
         convert = _of_columns
     elif convert is None and hasattr(rows, "__arrow_c_stream__"):
-        convert = pa.table
+        convert = _of_stream
     elif convert is None and hasattr(rows, "__array__"):
         return _of_array(np.asarray(rows), names)
     return None if convert is None else convert(rows)
@@ -162,7 +156,7 @@ def _items(rows: Any) -> Iterator[Any]:
 def _is_batch(item: Mapping[str, Any]) -> bool:
     """Return whether a dict contains columns of several rows, as from a DataLoader, and not one row."""
     return any(
-        (isinstance(value, np.ndarray) or _is_tensor(value)) and value.ndim > 0 for value in item.values()
+        (isinstance(value, np.ndarray) or is_tensor(value)) and value.ndim > 0 for value in item.values()
     ) and all(hasattr(value, "__len__") and not isinstance(value, str | bytes) for value in item.values())
 
 
@@ -176,7 +170,7 @@ def _of_dicts(items: Iterable[Any]) -> pa.Table:
             columns[str(name)] = [None] * number
         for name, values in columns.items():
             value: Any = item.get(name)
-            one = (isinstance(value, np.generic) or _is_tensor(value)) and not value.ndim
+            one = (isinstance(value, np.generic) or is_tensor(value)) and not value.ndim
             values.append(value.item() if one else value)
         count = number + 1
     # Order of the first row, then of first occurrence.
@@ -209,6 +203,14 @@ def _of_array(array: np.ndarray[Any, Any], names: Sequence[str] | None) -> pa.Ta
     if len(chosen) != array.shape[1]:
         raise SchemaError("the array has a wrong number of columns", value=array.shape[1], allowed=str(len(chosen)))
     return pa.table({name: _array(name, array[:, n].copy()) for n, name in enumerate(chosen)})
+
+
+def _of_stream(rows: Any) -> pa.Table:
+    try:
+        return pa.table(rows)
+    except (pa.ArrowException, TypeError) as error:  # of one column, not of a table
+        raise ConfigError("rows of this type have no named columns", value=type(rows).__name__, allowed=FORMS,
+                          fix="pass {name: column}") from error  # fmt: skip
 
 
 def _of_record_batch(batch: pa.RecordBatch) -> pa.Table:
@@ -262,13 +264,14 @@ _OF_LIBRARY: Final[dict[str, Callable[[Any], pa.Table]]] = {
 
 
 def _array(name: str, values: Any, *, from_pandas: bool = False) -> Any:
-    if _is_tensor(values):
+    if is_tensor(values):
         values = tensor_array(values, f"column {name!r}")
     if isinstance(values, np.ndarray) and values.ndim == 2:
         check_mask(values, f"column {name!r}")
         flat = pa.array(np.ascontiguousarray(values).reshape(-1))
         return pa.FixedSizeListArray.from_arrays(flat, values.shape[1]) if values.shape[1] else pa.nulls(len(values))
-    if isinstance(values, str | bytes | Mapping) or not (hasattr(values, "__len__") or hasattr(values, "__iter__")):
+    listed = hasattr(values, "__len__") or hasattr(values, "__iter__")
+    if isinstance(values, str | bytes | Mapping) or not listed or getattr(values, "ndim", 1) == 0:
         fix = "for one row pass a list of one dict"
         raise SchemaError("a column must be array or list", where=f"column {name!r}", value=repr(values)[:80], fix=fix)
     if isinstance(values, np.ndarray) and values.dtype == object:

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from viviane.core.errors import DataError, VivianeError
+
+
+def is_tensor(value: Any) -> bool:
+    """Return whether it is a torch tensor; does not import torch, which the ETL does not need otherwise.
+
+    Example:
+        >>> is_tensor([1, 2])
+        False
+    """
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.Tensor)
 
 
 def check_tensor(tensor: Any, where: str, error: type[VivianeError] = DataError) -> None:
@@ -55,6 +67,33 @@ def tensor_array(tensor: Any, where: str) -> NDArray[Any]:
         plain = plain.float()
     found: NDArray[Any] = plain.resolve_neg().cpu().numpy()
     return found
+
+
+def float_array(values: Any, where: str, error: type[VivianeError] = DataError) -> NDArray[np.float32]:
+    """Return numbers as a contiguous, writable array of float32, of any shape.
+
+    Raises:
+        VivianeError: of class `error`: they are no real numbers, or masked.
+
+    Example:
+        >>> float_array([[1, 2.5]], "vectors")
+        array([[1. , 2.5]], dtype=float32)
+    """
+    check_mask(values, where, error)
+    try:
+        if is_tensor(values):
+            check_tensor(values, where, error)
+            values = tensor_array(values, where)
+        found = np.asarray(values)
+        if found.dtype.kind == "O":
+            found = np.asarray(values, dtype=np.float64)  # Python's numbers
+    except (TypeError, ValueError, OverflowError, RuntimeError) as problem:  # the last of tensors inside lists
+        raise error(f"{where} are no numbers", value=str(problem)[:200]) from None
+    if found.dtype.kind not in "fiub":
+        raise error(f"{where} are no numbers", value=str(found.dtype))
+    with np.errstate(over="ignore"):  # beyond float32 a number becomes infinite
+        plain = np.ascontiguousarray(found, dtype=np.float32)
+    return plain if plain.flags.writeable else plain.copy()  # torch takes no other
 
 
 def check_mask(values: Any, where: str, error: type[VivianeError] = DataError) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from viviane.core.errors import DataError
-from viviane.core.tensors import check_mask
+from viviane.core.tensors import check_mask, is_tensor, tensor_array
 
 
 def whole_numbers(values: Any, dtype: DTypeLike, where: str) -> NDArray[Any]:
@@ -28,6 +28,8 @@ def whole_numbers(values: Any, dtype: DTypeLike, where: str) -> NDArray[Any]:
     """
     wanted = np.dtype(dtype)
     check_mask(values, where)
+    if is_tensor(values):
+        values = tensor_array(values, where)
     try:
         # NumPy's common type would round ints beyond 2^53 in a list with floats.
         found = values if isinstance(values, np.ndarray) else np.asarray(values)
@@ -39,7 +41,7 @@ def whole_numbers(values: Any, dtype: DTypeLike, where: str) -> NDArray[Any]:
             return _from_objects(found, wanted, where)
     except DataError:
         raise
-    except (ValueError, TypeError, OverflowError) as error:
+    except (ValueError, TypeError, OverflowError, RuntimeError, np.ma.MAError) as error:  # of tensors inside lists
         raise _refusal(str(error).splitlines()[0][:200], wanted, where) from error
     if found.dtype.kind not in "iufb":
         raise _refusal(str(found.dtype), wanted, where)

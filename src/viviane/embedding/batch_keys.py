@@ -70,7 +70,9 @@ def checked_bag(bag: Bag, feature: str, device: torch.device) -> Bag:
         DataError: one of its tensors does not have the required form.
     """
     values, offsets, weights = bag.values, bag.offsets, bag.weights
-    if not isinstance(values, Tensor) or not isinstance(offsets, Tensor) or values.dim() != 1 or offsets.dim() != 1:
+    tensors = isinstance(values, Tensor) and isinstance(offsets, Tensor)
+    plain = tensors and not values.is_nested and not offsets.is_nested  # a nested one has no size
+    if not plain or values.dim() != 1 or offsets.dim() != 1:
         raise DataError(
             "a bag has vectors of ids and offsets", where=f"feature {feature!r}",
             value=f"{_describe(values)}, {_describe(offsets)}", allowed="(nnz,) and (B + 1,)",
@@ -94,7 +96,8 @@ def checked_bag(bag: Bag, feature: str, device: torch.device) -> Bag:
         _refuse_device(feature, values if values.device != device else offsets, device)
     if weights is None:
         return bag
-    if not isinstance(weights, Tensor) or weights.dtype != torch.float32 or weights.shape != values.shape:
+    plain = isinstance(weights, Tensor) and not weights.is_nested
+    if not plain or weights.dtype != torch.float32 or weights.shape != values.shape:
         raise DataError(
             "a bag has one weight per id", where=f"feature {feature!r}", value=_describe(weights),
             allowed=f"float32 {tuple(values.shape)}",
@@ -148,8 +151,8 @@ def _refuse_device(feature: str, tensor: Tensor, device: torch.device) -> None:
 
 
 def _describe(tensor: object) -> str:
-    if not isinstance(tensor, Tensor):
-        return type(tensor).__name__
+    if not isinstance(tensor, Tensor) or tensor.is_nested:
+        return "a nested tensor" if isinstance(tensor, Tensor) else type(tensor).__name__
     return f"{tuple(tensor.shape)} of {str(tensor.dtype).removeprefix('torch.')}"
 
 

@@ -19,9 +19,10 @@ from viviane.embedding.dynamic_changes import DynamicChanges
 from viviane.embedding.dynamic_config import DynamicTableConfig
 from viviane.embedding.dynamic_rows import DynamicRows
 from viviane.embedding.initializers import table_seed
+from viviane.embedding.keys import check_memory
 from viviane.embedding.table_lock import TableLock, serialized
 from viviane.ops.embedding_bag import gather_rows
-from viviane.ops.hash_table import Order, TableFullError, distinct, make_index, make_marks, stamp_of
+from viviane.ops.hash_table import Order, TableFullError, check_keys, distinct, make_index, make_marks, stamp_of
 from viviane.ops.row_update import Entries, Scratch, sum_rows
 
 _ORDERS: dict[str, Order] = {
@@ -144,7 +145,7 @@ class DynamicStore(nn.Module):
     def _training_rows(self, keys: Tensor, scores: Tensor | None, *, narrow: bool) -> Tensor:
         """Do `rows` in training; `narrow` allows int32."""
         self.lock.claim(self._where)
-        self._check_scores(scores)
+        self._check_scores(keys, scores)
         stamp = self._tick()
         held = stamp if self._held is None else self._held
         found = self._insert(keys, stamp, held, scores, admission=True, narrow=narrow)
@@ -186,7 +187,7 @@ class DynamicStore(nn.Module):
         return self._find_or_insert(keys, scores, draw=True)
 
     def _find_or_insert(self, keys: Tensor, scores: Tensor | None, draw: bool) -> Tensor:
-        self._check_scores(scores)
+        self._check_scores(keys, scores)
         if self.table.padding_id is not None and bool(self._is_padding(keys).any()):
             raise DataError("padding is never stored", where=self._where, value=self.table.padding_id)
         stamp = self._tick()
@@ -373,15 +374,37 @@ class DynamicStore(nn.Module):
                 fix="call step() or release() first",
             )  # fmt: skip
 
-    def _check_scores(self, scores: Tensor | None) -> None:
+    def _check_scores(self, keys: Tensor, scores: Tensor | None) -> None:
+        check_keys(keys, self.device)
         custom = self.table.eviction == "custom"
         if custom != (scores is not None):
             raise DataError(
                 "eviction='custom' needs a score for each key" if custom else "scores are for eviction='custom'",
                 where=self._where,
             )
+        if scores is None:
+            return
+        if not isinstance(scores, Tensor):
+            raise DataError("scores are no tensor", where=self._where, value=type(scores).__name__)
+        check_memory(scores, f"{self._where}, scores")
+        whole = scores.dtype in (torch.int32, torch.int64)
+        if not whole or scores.shape != keys.shape or scores.device.type != self.device.type:
+            raise DataError(
+                "each key needs a score, a whole number beside the table", where=self._where,
+                value=f"{tuple(scores.shape)} of {scores.dtype} on {scores.device}",
+                allowed=f"{tuple(keys.shape)} of int64 on {self.device}",
+            )  # fmt: skip
 
     def _check_values(self, keys: Tensor, values: Tensor) -> None:
+        check_keys(keys, self.device)
+        if not isinstance(values, Tensor):
+            raise DataError("vectors are no tensor", where=self._where, value=type(values).__name__)
+        check_memory(values, f"{self._where}, vectors")
+        if values.is_quantized or values.is_complex() or values.device.type != self.device.type:
+            raise DataError(
+                "vectors must be real numbers beside the table", where=self._where,
+                value=f"{values.dtype} on {values.device}", allowed=f"float32 on {self.device}",
+            )  # fmt: skip
         if values.shape != (len(keys), self.table.dim):
             raise DataError(
                 "each key needs a vector", where=self._where, value=tuple(values.shape),

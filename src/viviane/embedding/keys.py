@@ -271,9 +271,9 @@ def check_key_type(keys: object, feature: str) -> None:
 
 
 def check_memory(tensor: Tensor, where: str) -> None:
-    """Refuse a tensor whose numbers do not lie in memory one by one: a sparse one, or one of the meta device."""
-    if tensor.layout is not torch.strided or tensor.is_meta:
-        value = f"{tensor.layout} on {tensor.device}"
+    """Refuse a tensor whose numbers do not lie in memory one by one: sparse, nested, or of the meta device."""
+    if tensor.is_nested or tensor.layout is not torch.strided or tensor.is_meta:
+        value = "a nested tensor" if tensor.is_nested else f"{tensor.layout} on {tensor.device}"
         raise DataError("a tensor must be dense, and in memory", where=where, value=value, fix="pass tensor.to_dense()")
 
 

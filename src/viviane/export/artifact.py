@@ -149,7 +149,23 @@ class Artifact:
             for place, limit in self._limits[one.name]:
                 check_limit(one, tensors, place, limit, origin)
         named = {**self._constants, **tensors}
-        return self._run([named[one.name] for one in self.manifest.inputs])
+        given = [named[one.name] for one in self.manifest.inputs]
+        try:
+            found = self._run(given)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:  # of the form's library: the program is not what was exported
+            lines = str(error).strip().splitlines()
+            raise ExportError(
+                "the artifact's program failed", where=str(self.folder), value=lines[-1][:200] if lines else "",
+                fix="export the model again",
+            ) from error  # fmt: skip
+        if found.shape != (size, len(self.labels)):
+            raise ExportError(
+                "the artifact's program returns another shape", where=str(self.folder), value=tuple(found.shape),
+                allowed=f"({size}, {len(self.labels)})", fix="export the model again",
+            )  # fmt: skip
+        return found
 
     def update(self, model: Model | str | AnyPath, *, module: nn.Module | None = None) -> None:
         """Replace the weights by those of another training of the same model, and compare with the model again.

@@ -105,7 +105,7 @@ class ExportManifest(Settings):
     model: str
     weights_sha256: str
     weights: dict[str, TensorEntry]
-    labels: tuple[str, ...]
+    labels: tuple[str, ...] = Field(min_length=1)
     precision: PrecisionName
     table_dtype: TableKind = "model"
     dense_only: bool = False

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from viviane.core.errors import NumericsError
 from viviane.core.logging import get_logger
+from viviane.metrics.given import columns, flat_rows
 from viviane.metrics.registry import METRICS, Metric, Processes
 from viviane.metrics.score_ranges import exchange_rows
 
@@ -44,6 +45,7 @@ def roc_auc(scores: Floats, labels: Floats, weights: Floats | None = None) -> fl
         >>> roc_auc(np.float32([0.1, 0.4, 0.35, 0.8]), np.float32([0, 0, 1, 1]))
         0.75
     """
+    scores, labels, weights = columns(scores=scores, labels=labels, weights=weights)
     if not len(scores):
         return math.nan
     check_finite(scores)
@@ -150,9 +152,10 @@ class Auc(Metric):
 
     def update(self, predictions: Tensor, labels: Tensor, weight: Tensor | None = None) -> None:
         """Add a batch."""
-        self._scores.append(predictions.detach().float().flatten().clone())
-        self._labels.append(labels.detach().float().flatten().clone())
-        self._weights.append(None if weight is None else weight.detach().float().flatten().clone())
+        p, y, w = flat_rows(predictions, labels, weight)
+        self._scores.append(p.float().clone())
+        self._labels.append(y.float().clone())
+        self._weights.append(None if w is None else w.float().clone())
 
     def _rows(self) -> tuple[Floats, Floats, Floats | None]:
         parts = [torch.cat(part).cpu().numpy() if part else None for part in (self._scores, self._labels)]

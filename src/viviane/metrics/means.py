@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from viviane.core.errors import NumericsError
+from viviane.metrics.given import flat_rows
 from viviane.metrics.registry import METRICS, Metric, Processes
 
 EPSILON = 1e-7
@@ -34,12 +35,13 @@ class Ratio(Metric):
 
     def update(self, predictions: Tensor, labels: Tensor, weight: Tensor | None = None) -> None:
         """Add a batch."""
-        p, y = predictions.detach().flatten().double(), labels.detach().flatten().double()
+        p, y, given = flat_rows(predictions, labels, weight)
+        p, y = p.double(), y.double()
         odd = (~(torch.isfinite(p) & torch.isfinite(y))).sum()
         self._odd = odd if self._odd is None else self._odd + odd
         top, bottom = self.terms(p, y)
-        if weight is not None:
-            w = weight.detach().flatten().double()
+        if given is not None:
+            w = given.double()
             top, bottom = top * w, bottom * w
         self._top = top.sum() if self._top is None else self._top + top.sum()
         self._bottom = bottom.sum() if self._bottom is None else self._bottom + bottom.sum()
@@ -239,7 +241,7 @@ class CalibrationHistogram:
 
     def update(self, predictions: Tensor, labels: Tensor) -> None:
         """Add a batch of probabilities (B,) and labels (B,)."""
-        p, y = predictions.detach().flatten().double(), labels.detach().flatten().double()
+        p, y = (one.double() for one in flat_rows(predictions, labels)[:2] if one is not None)
         if not bool(torch.isfinite(p).all()):
             raise NumericsError("a prediction is not finite", where=type(self).__name__)
         place = (p * self.num_bins).long().clamp(0, self.num_bins - 1)

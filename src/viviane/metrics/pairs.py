@@ -11,7 +11,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from viviane.core.errors import ConfigError, DataError
+from viviane.core.tensors import check_tensor
 from viviane.metrics.auc import Doubles, Floats, ordered_bits
+from viviane.metrics.given import flat
 from viviane.metrics.order import Groups, starts_of
 from viviane.metrics.ranking import StoredRows
 from viviane.metrics.registry import GROUPED, METRICS, Processes
@@ -190,7 +192,10 @@ class MulticlassRecall:
         Raises:
             DataError: another shape, or a class out of range.
         """
-        y = labels.detach().flatten().long()
+        y = flat(labels, "labels").long()
+        if not isinstance(predictions, Tensor):
+            raise DataError("scores are no tensor", value=type(predictions).__name__)
+        check_tensor(predictions, "scores")
         if predictions.shape != (len(y), self.num_classes):
             what = f"{tuple(predictions.shape)} for {len(y)} labels"
             raise DataError("scores need one column per class", value=what, allowed=f"(B, {self.num_classes})")
@@ -198,7 +203,9 @@ class MulticlassRecall:
             raise DataError("a class is out of range", value=f"{int(y.min())} to {int(y.max())}",
                             allowed=f"0 to {self.num_classes - 1}")  # fmt: skip
         best = torch.sort(predictions.detach(), dim=1, descending=True, stable=True).indices[:, : self.k]
-        w = torch.ones(len(y), dtype=torch.float64) if weight is None else weight.detach().flatten().double().cpu()
+        w = torch.ones(len(y), dtype=torch.float64) if weight is None else flat(weight, "weights").double().cpu()
+        if len(w) != len(y):
+            raise DataError("labels and weights differ in number", value=f"{len(y)} and {len(w)}")
         found = (best == y[:, None]).any(1).double().cpu()
         self._sums.index_add_(1, y.cpu(), torch.stack([w * found, w]))
 

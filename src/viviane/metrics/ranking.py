@@ -7,21 +7,32 @@ order and span batches.
 from __future__ import annotations
 
 import math
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from viviane.core.errors import ConfigError, NumericsError
+from viviane.core.errors import ConfigError, DataError, NumericsError
 from viviane.core.logging import get_logger
+from viviane.core.whole_numbers import whole_numbers
 from viviane.metrics.auc import Doubles, Floats, check_finite, joined_weights, ordered_bits
+from viviane.metrics.given import columns, flat, flat_rows
 from viviane.metrics.group_rows import exchange_groups
 from viviane.metrics.order import Groups, are_binary, in_order, places_in, starts_of
 from viviane.metrics.registry import GROUPED, METRICS, Metric, Processes
 
 _log = get_logger("metrics")
+
+
+def _ids(groups: Any, count: int) -> Tensor:
+    found = flat(groups, "groups")
+    if len(found) != count:
+        raise DataError("predictions and groups differ in number", value=f"{count} and {len(found)}")
+    if found.is_floating_point() and not bool((found == found.floor()).all()):  # NaN is no group either
+        raise DataError("groups must be whole numbers", value=found[found != found.floor()][0].item())
+    return found.long().clone()
 
 
 class StoredRows(Metric):
@@ -40,16 +51,16 @@ class StoredRows(Metric):
         self, predictions: Tensor, labels: Tensor, weight: Tensor | None = None, groups: Tensor | None = None
     ) -> None:
         """Add a batch: predictions (B,), labels (B,), weights (B,) or None, and the group of each row, (B,) ids."""
-        p = predictions.detach().float().flatten().clone()
+        p, y, w = flat_rows(predictions, labels, weight)
         if groups is None and self.by_group:
             raise ConfigError(
                 "the metric needs the group of each row",
                 where=type(self).__name__,
                 fix="pass groups= to update; in training, name the column, as in 'gauc:user'",
             )
-        ids = torch.zeros(0, dtype=torch.int64) if groups is None else groups.detach().flatten().long().clone()
-        w = torch.zeros(0) if weight is None else weight.detach().float().flatten().clone()
-        self._parts.append((p, labels.detach().float().flatten().clone(), w, ids))
+        ids = torch.zeros(0, dtype=torch.int64) if groups is None else _ids(groups, len(p))
+        weights = torch.zeros(0) if w is None else w.float().clone()
+        self._parts.append((p.float().clone(), y.float().clone(), weights, ids))
 
     def join(self, processes: Processes) -> None:
         """Redistribute complete groups over the processes, and sum over the groups of all processes.
@@ -120,6 +131,7 @@ def ndcg(groups: Groups, scores: Floats, labels: Floats, k: int | None = None) -
         >>> ndcg(np.zeros(2, np.int64), np.float32([0.9, 0.1]), np.float32([1, 0]))
         1.0
     """
+    groups, scores, labels = columns(groups=whole_numbers(groups, np.int64, "groups"), scores=scores, labels=labels)
     total, count = _ndcg_sums(groups, scores, labels, k)
     return total / count if count else math.nan
 

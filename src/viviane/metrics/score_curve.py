@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from viviane.core.errors import NumericsError
+from viviane.metrics.given import flat_rows
 from viviane.metrics.registry import Processes
 
 _EDGE: Final = 16.0  # logits beyond it share the outermost bins
@@ -30,7 +31,7 @@ class ScoreCurve:
 
     def update(self, predictions: Tensor, labels: Tensor) -> None:
         """Add a batch of probabilities (B,) and labels (B,)."""
-        p, y = predictions.detach().flatten().double(), labels.detach().flatten().double()
+        p, y = (one.double() for one in flat_rows(predictions, labels)[:2] if one is not None)
         if not bool(torch.isfinite(p).all()):
             raise NumericsError("a prediction is not finite", where=type(self).__name__)
         num_bins = self._sums.shape[1]

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,6 +26,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from viviane.core.errors import ConfigError, NumericsError, SchemaError
+from viviane.core.tensors import check_tensor, float_array
 from viviane.core.whole_numbers import whole_numbers
 from viviane.retrieval.histories import Histories, Ids
 from viviane.schema import RESERVED
@@ -172,6 +174,18 @@ class CatalogueMetrics:
         return found
 
 
+def _vectors(values: Any, what: str, device: torch.device | str) -> Tensor:
+    """Return vectors as float32 on a device, those of a GPU without a copy through the host."""
+    if isinstance(values, Tensor):
+        check_tensor(values, what, SchemaError)
+        found = values.detach()
+    else:
+        found = torch.from_numpy(float_array(values, what, SchemaError))
+    if found.dim() != 2 or not len(found):
+        raise SchemaError(f"{what} must be a matrix", value=tuple(found.shape), allowed="(n, d), n from 1")
+    return found.to(device=device, dtype=torch.float32)
+
+
 def evaluate_vectors(
     users: NDArray[np.float32] | Tensor,
     items: NDArray[np.float32] | Tensor,
@@ -198,7 +212,10 @@ def evaluate_vectors(
         >>> evaluate_vectors(axes[[4]], axes, Histories.of([[4]]), k=[1])["ndcg@1"]
         1.0
     """
-    u, v = (torch.as_tensor(one).to(device=device, dtype=torch.float32) for one in (users, items))
+    u, v = _vectors(users, "vectors of users", device), _vectors(items, "vectors of items", device)
+    if u.shape[1] != v.shape[1] or len(u) != len(wanted):
+        shapes = f"{tuple(u.shape)}, {tuple(v.shape)}, {len(wanted)}"
+        raise SchemaError("users, items and wanted do not fit", value=shapes, allowed="(B, d), (N, d), B histories")
     metrics = CatalogueMetrics(len(v), k, first_item=first_item)
     step = max(1, _MOST_SCORES // len(v))
     for first in range(0, len(u), step):

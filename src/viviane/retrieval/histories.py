@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from viviane.batch import Bag
 from viviane.core.errors import SchemaError
+from viviane.core.tensors import check_mask, is_tensor, tensor_array
 from viviane.core.whole_numbers import whole_numbers
 from viviane.schema import RESERVED
 
@@ -61,8 +62,11 @@ class Histories:
         if hasattr(rows, "to_pylist"):
             rows = rows.to_pylist()
         try:
+            rows = [tensor_array(row, "histories") if is_tensor(row) else row for row in rows]
+            for place, row in enumerate(rows):
+                check_mask(row, f"histories, row {place}", SchemaError)
             lists = [np.asarray(row if len(row) else [], dtype=None if len(row) else np.int64) for row in rows]
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RuntimeError) as error:  # the last of tensors inside lists
             raise SchemaError(
                 "a history must be a list of item ids", value=str(error), fix="pass a list for each row"
             ) from None

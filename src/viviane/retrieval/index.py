@@ -24,6 +24,7 @@ from viviane.core.file_names import file_inside, refuse_links
 from viviane.core.files import file_sha256, read_array, replace_folder, write_json_atomic
 from viviane.core.locations import AnyPath, location
 from viviane.core.remote.cache import local_copy
+from viviane.core.tensors import float_array
 from viviane.core.whole_numbers import whole_numbers
 from viviane.retrieval.candidates import NO_ITEM, Candidates, check_count, check_fits, in_order
 from viviane.retrieval.faiss_index import FaissSearch, IndexKind, IndexSettings
@@ -261,7 +262,4 @@ def _read(path: Path, where: str) -> IndexFile:
 
 
 def _numbers(values: Any, what: str) -> NDArray[np.float32]:
-    try:
-        return np.ascontiguousarray(values, dtype=np.float32)
-    except (TypeError, ValueError) as error:
-        raise SchemaError(f"{what} are no numbers", value=str(error)) from None
+    return float_array(values, what, SchemaError)

@@ -288,9 +288,13 @@ def _numpy(values: Any, name: str, kinds: str) -> NDArray[Any]:
     if isinstance(values, list | tuple):
         return _of_list(values, kinds)
     try:
-        return np.asarray(values)
+        found = np.asarray(values)
     except _REFUSED as error:
         raise DataError("a column cannot be read", where=f"column {name!r}", value=type(values).__name__) from error
+    if found.dtype == object and not found.ndim:  # of a set or a mapping, whose values have no order
+        raise DataError("a column cannot be read", where=f"column {name!r}", value=type(values).__name__,
+                        allowed="a list or an array")  # fmt: skip
+    return found
 
 
 def _of_list(values: Sequence[Any], kinds: str) -> NDArray[Any]:

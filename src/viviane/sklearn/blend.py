@@ -25,18 +25,15 @@ def blend(
     their weights, and the running means where a model keeps them, are copied.
 
     Args:
-        models: compiled graphs of one binary label over the same schema; those with weight 0 are left out.
+        models: compiled graphs of one binary label over the same schema; those with weight 0 are left out. Where all
+            weights are 0, for the columns say nothing about the label, the first stays, and the prediction is constant.
         weights, shift: w and b.
         schema: of the rows.
         solver: of the model that is made.
         name: of the model that is made.
-
-    Raises:
-        ConfigError: no model has a weight.
     """
-    kept = [(f"m{n}_", model, weight) for n, (model, weight) in enumerate(zip(models, weights, strict=True)) if weight]
-    if not kept:
-        raise ConfigError("no model of the blend has a weight", value=list(weights))
+    every = [(f"m{n}_", model, weight) for n, (model, weight) in enumerate(zip(models, weights, strict=True))]
+    kept = [one for one in every if one[-1]] or every[:1]
     groups: dict[str, tuple[str, ...]] = {}
     nodes: list[Node] = []
     logits: list[str] = []

@@ -136,10 +136,11 @@ def _ranges_of_parquet(path: Path, slots: Sequence[Slot]) -> dict[str, tuple[int
                 if name not in wanted or not column.num_values:
                     continue
                 known = column.statistics
-                if known is None or not known.has_min_max:
+                ends = (known.min, known.max) if known is not None and known.has_min_max else (None, None)
+                smallest, largest = ends
+                if not isinstance(smallest, int) or not isinstance(largest, int):  # the reader refuses other types
                     unknown.add(name)
                     continue
-                smallest, largest = int(known.min or 0), int(known.max or 0)
                 low, high = found.get(name, (smallest, largest))
                 found[name] = (min(low, smallest), max(high, largest))
     return {name: limits for name, limits in found.items() if name not in unknown}

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
 
 from viviane.batch import Bag, Batch, Layout
@@ -23,8 +22,9 @@ from viviane.compat.hugectr.inputs import DataReaderParams, Input, SparseEmbeddi
 from viviane.compat.hugectr.json_files import load as load_json
 from viviane.compat.hugectr.listed_files import listed_files
 from viviane.compat.hugectr.sources import source_path
-from viviane.core.errors import ConfigError, DataError
+from viviane.core.errors import ConfigError, DataError, SchemaError
 from viviane.core.json_files import expected_form
+from viviane.data.decode import open_parquet
 from viviane.data.formats.file_list import METADATA_FILE
 from viviane.schema import Schema
 
@@ -248,17 +248,16 @@ def _parquet(reader: DataReaderParams, given: Input) -> tuple[list[str], tuple[t
             kind: [str(one["col_name"]) for one in sorted(content.get(kind, []), key=lambda one: int(one["index"]))]
             for kind in ("labels", "conts", "cats")
         }
-    types = pq.read_schema(file)
-    dense = tuple((name, _width(file, name, types.field(name).type)) for name in named["conts"])
+    types = _types_of(file, [name for names in named.values() for name in names], path)
+    dense = tuple((name, _width(file, name, types[name])) for name in named["conts"])
     slots = [
-        Slot(column, group.top_name, nnz, not _is_list(types.field(column).type), most=group.most)
+        Slot(column, group.top_name, nnz, not _is_list(types[column]), most=group.most)
         for (group, nnz), column in zip(
             ((group, nnz) for group in given.sparse for nnz in group.nnz), named["cats"], strict=False
         )
     ]
     counts = (
-        ("label_dim", sum(given.labels.values()), sum(_width(file, one, types.field(one).type) for one in
-                                                      named["labels"])),
+        ("label_dim", sum(given.labels.values()), sum(_width(file, one, types[one]) for one in named["labels"])),
         ("dense_dim", given.dense_dim, sum(width for _, width in dense)),
         ("slot_num", sum(group.slot_num for group in given.sparse), len(named["cats"])),
     )  # fmt: skip
@@ -267,6 +266,25 @@ def _parquet(reader: DataReaderParams, given: Input) -> tuple[list[str], tuple[t
             raise ConfigError(f"Input's {name} differs from the files", where=str(path), value=wanted,
                               allowed=str(there), fix=f"correct Input, or {METADATA_FILE}")  # fmt: skip
     return named["labels"], dense, slots
+
+
+def _types_of(file: Path, names: Sequence[str], metadata: Path) -> dict[str, pa.DataType]:
+    """Return the types of columns of a Parquet file.
+
+    Raises:
+        DataError: the file is damaged.
+        SchemaError: it lacks a column, or has two of one name.
+    """
+    with open_parquet(file, lambda *_: None) as opened:
+        types = opened.schema_arrow
+    for name in names:
+        if (count := len(types.get_all_field_indices(name))) != 1:
+            raise SchemaError(
+                f"a column of {METADATA_FILE} is missing in the file" if not count else "two columns have one name",
+                where=f"{metadata} and {file.name}", value=name[:200], allowed=", ".join(types.names[:20]),
+                fix=f"correct {METADATA_FILE}, or write the file again",
+            )  # fmt: skip
+    return {name: types.field(name).type for name in names}
 
 
 def _is_list(kind: pa.DataType) -> bool:
@@ -278,8 +296,15 @@ def _width(file: Path, name: str, kind: pa.DataType) -> int:
         return 1
     if pa.types.is_fixed_size_list(kind):
         return int(kind.list_size)
-    with pq.ParquetFile(file) as opened:
-        first = next(opened.iter_batches(1, columns=[name]), None)
+    with open_parquet(file, lambda *_: None) as opened:
+        try:
+            first = next(opened.iter_batches(1, columns=[name]), None)
+        except (OSError, pa.ArrowException) as error:
+            raise DataError("a column cannot be read: the file is damaged", where=f"{file}, column {name!r}",
+                            value=str(error)[:200], fix="copy or write the file again") from error  # fmt: skip
     if first is None or not len(first):
         raise DataError("the width of a list column is unknown because the file has no rows", where=str(file))
+    if not first.column(0)[0].is_valid:
+        raise DataError("the width of a list column is unknown because its first row is null",
+                        where=f"{file}, column {name!r}")  # fmt: skip
     return len(first.column(0)[0])

@@ -10,6 +10,7 @@ Before 3.1 a table was one file of rows: key of 4 or 8 bytes, slot_id if it is l
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -193,9 +194,23 @@ def _load_statistics(model: Model, given: list[dict[str, Any]], path: Path) -> N
     if len(norms) != len(given):
         raise CheckpointError("wrong number of BatchNorm statistics", where=str(path), value=len(given),
                               allowed=str(len(norms)))  # fmt: skip
-    for norm, values in zip(norms, given, strict=True):
-        norm.running_mean.copy_(torch.tensor(values["mean"]))
-        norm.running_var.copy_(torch.tensor(values["var"]))
+    for place, (norm, values) in enumerate(zip(norms, given, strict=True)):
+        for kept, name in ((norm.running_mean, "mean"), (norm.running_var, "var")):
+            kept.copy_(_statistic(values[name], len(kept), f"{path}, layers[{place}].{name}"))
+
+
+def _statistic(values: Any, count: int, where: str) -> Tensor:
+    """Return a list of finite numbers as a tensor.
+
+    Raises:
+        CheckpointError: it is none, or has another length; torch would repeat a single number.
+    """
+    numbers = isinstance(values, list) and all(type(one) in (int, float) and math.isfinite(one) for one in values)
+    if not numbers or len(values) != count:
+        given = f"{len(values)} values" if isinstance(values, list) else type(values).__name__
+        raise CheckpointError("BatchNorm needs one finite number per column", where=where, value=given,
+                              allowed=f"{count} numbers")  # fmt: skip
+    return torch.tensor(values, dtype=torch.float32)
 
 
 def read_numbers(file: Path, dtype: str) -> NDArray[Any]:

@@ -96,4 +96,11 @@ def _run_cell(text: str, name: str, variables: dict[str, Any]) -> None:
     Tools that read the source of functions, such as TensorFlow's AutoGraph, find it as in IPython.
     """
     linecache.cache[name] = (len(text), None, [f"{line}\n" for line in text.splitlines()], name)
-    exec(compile(text, name, "exec"), variables)
+    try:
+        code = compile(text, name, "exec")
+    except (SyntaxError, ValueError) as error:  # the latter of a null character
+        line = f", line {error.lineno}" if isinstance(error, SyntaxError) else ""
+        raise ConfigError(
+            "a cell is no Python", where=f"{name}{line}", value=getattr(error, "msg", str(error))
+        ) from error
+    exec(code, variables)

@@ -134,7 +134,7 @@ def _move_whole_tensors(
     gate: Tensor | None,
 ) -> None:
     """Move by torch operations that read the numbers on the device; a CUDA graph can capture them."""
-    check_moved(params, states)
+    check_moved(params, gradients, states)
     numbers = numbers if isinstance(numbers, Tensor) else torch.tensor(numbers, dtype=torch.float64)
     taken = DenseNumbers.of(numbers.to(torch.float32).unbind())
     shaped = [one.to(torch.float32) if scale is None else one.to(torch.float32) * scale for one in gradients]
@@ -243,12 +243,17 @@ def reason(params: Sequence[Tensor]) -> str | None:
     return None
 
 
-def check_moved(params: Sequence[Tensor], states: Sequence[Sequence[Tensor]]) -> None:
-    """Refuse what a kernel cannot move.
+def check_moved(params: Sequence[Tensor], gradients: Sequence[Tensor], states: Sequence[Sequence[Tensor]]) -> None:
+    """Refuse what a kernel cannot move; it reads and writes as many numbers as the parameters have.
 
     Raises:
-        VivianeError: a parameter or state is not contiguous, float32.
+        VivianeError: a parameter or state is not contiguous, float32; gradients or state differ from it in size.
     """
+    sizes = [*map(Tensor.numel, params)]
+    for what, column in (("gradients", gradients), *(("state", one) for one in states)):
+        if (found := [*map(Tensor.numel, column)]) != sizes:
+            raise VivianeError(f"{what} must have the parameters' sizes", value=found[:16], allowed=str(sizes[:16]),
+                               fix="load state of the same model")  # fmt: skip
     tensors = [*chain(params, *states)]
     types = {one.dtype for one in tensors}
     if types - {torch.float32} or not all(map(Tensor.is_contiguous, tensors)):

@@ -50,7 +50,7 @@ def move_tensors(
         return
     gradients = [one.contiguous() for one in gradients]
     both = [*states, *[params] * (2 - len(states))]
-    check_moved(params, states)
+    check_moved(params, gradients, states)
     kind = KINDS[gradient_type(gradients)]
     table, total = _table(params, gradients, *both)
     given_numbers = numbers.tolist() if isinstance(numbers, Tensor) else numbers

@@ -50,7 +50,7 @@ def move_tensors(
         numbers = torch.tensor(numbers, dtype=torch.float64, device=params[0].device)
     gradients = [one.contiguous() for one in gradients]
     columns = [params, gradients, *states]
-    check_moved(params, states)
+    check_moved(params, gradients, states)
     given = KINDS[gradient_type(gradients)]
     pieces = _pieces(params, PIECE, workspace)
     table, wide = _addresses(columns, workspace)

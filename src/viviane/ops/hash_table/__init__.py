@@ -39,6 +39,7 @@ __all__ = [
     "Order",
     "Reserved",
     "TableFullError",
+    "check_keys",
     "content_problem",
     "distinct",
     "initial_rows",

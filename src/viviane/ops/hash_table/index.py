@@ -33,6 +33,9 @@ def stamp_of(epoch: int, clock: int) -> int:
 
 def check_keys(keys: Tensor, device: torch.device) -> None:
     """Refuse what is not a vector of whole numbers on a device."""
+    if not isinstance(keys, Tensor) or keys.is_nested or keys.layout is not torch.strided:
+        raise VivianeError("keys must be a vector of whole numbers beside the table", value=type(keys).__name__,
+                           allowed="a dense tensor of int32 or int64")  # fmt: skip
     if keys.dim() != 1 or keys.dtype not in (torch.int32, torch.int64) or keys.device.type != device.type:
         raise VivianeError(
             "keys must be a vector of whole numbers beside the table",
