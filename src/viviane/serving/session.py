@@ -11,13 +11,16 @@ from time import perf_counter
 from typing import Any, Self, TypeAlias
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import nn
 
 from viviane.batch import Batch
 from viviane.core.device import resolve_device
+from viviane.core.errors import ConfigError
 from viviane.core.locations import AnyPath
 from viviane.etl import FittedEtl
+from viviane.ops.dispatch import interpreted
 from viviane.serving.batches import cut, padding_batch
 from viviane.serving.columns import ColumnSpec, encoded_columns, output_columns, raw_columns
 from viviane.serving.encoding import RowEncoder
@@ -101,13 +104,10 @@ class InferenceSession:
         device = resolve_device(self.settings.device)
         if isinstance(tables, Mapping):
             tables = TableSettings.from_dict(dict(tables), where="tables")
+        if tables is not None:
+            _check_tables(tables, device)
         if tables is None and module is None and self.settings.table_dtype == "model":
             tables = tiers_if_too_large(folder, device)
-        if tables is not None and tables.updates is not None:
-            # Before the model is loaded, which may take minutes: what is not there raises at once.
-            if tables.updates.outbox is not None:
-                check_outbox(tables.updates.outbox, tables.updates.model)
-            StreamAddress.of(tables.updates.address).partitions(tables.updates.settings)
         model = load_model(
             folder, device, module, tables=tables, version=self.version, table_dtype=self.settings.table_dtype
         )
@@ -392,3 +392,18 @@ class InferenceSession:
         if len(self._labels) == 1:
             return np.ascontiguousarray(scores.reshape(-1))
         return {name: np.ascontiguousarray(scores[:, place]) for place, name in enumerate(self._labels)}
+
+
+def _check_tables(tables: object, device: torch.device) -> None:
+    """Refuse what is not there before the model is loaded, which may take minutes."""
+    if not isinstance(tables, TableSettings):
+        raise ConfigError("not settings of tables", where="tables", value=type(tables).__name__,
+                          allowed="TableSettings, or its clauses as a mapping")  # fmt: skip
+    on_device = tables.cache is not None and tables.cache.place == "device"
+    if on_device and device.type != "cuda" and not interpreted():
+        raise ConfigError("a cache with place=\"device\" needs a session on a GPU", where="tables, cache.place",
+                          value=str(device), fix="leave cache.place at \"host\"")  # fmt: skip
+    if tables.updates is not None:
+        if tables.updates.outbox is not None:
+            check_outbox(tables.updates.outbox, tables.updates.model)
+        StreamAddress.of(tables.updates.address).partitions(tables.updates.settings)

@@ -244,7 +244,7 @@ def _command(parts: Sequence[bytes]) -> bytes:
 
 
 def make_client(places: Sequence[tuple[str, int]], timeout_s: float, tls: TlsOptions | None, cluster: bool) -> Any:
-    """Return redis-py's client of the same server, or of the cluster that the servers belong to; it may not be connected.
+    """Return redis-py's client of the server, or of the cluster that the servers belong to; it may not be connected.
 
     redis-py compares a certificate with the host alone, so that connections are wrapped here, where tls.server_name is
     known.

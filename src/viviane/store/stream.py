@@ -49,8 +49,12 @@ class StreamAddress:
     topic: str
 
     @classmethod
-    def of(cls, url: str) -> Self:
+    def of(cls, url: str, where: str | None = None) -> Self:
         """Read a URL.
+
+        Args:
+            url: kafka://host:port/topic.
+            where: for errors.
 
         Raises:
             ConfigError: it is no kafka://host:port/topic, or holds a user or options.
@@ -58,10 +62,12 @@ class StreamAddress:
         parts = urlsplit(url)
         if parts.scheme != "kafka" or not parts.netloc or not parts.path.strip("/") or parse_qsl(parts.query):
             shown = url.rsplit("@", maxsplit=1)[-1]
-            raise ConfigError("not the address of a stream of updates", value=shown, allowed="kafka://host:port/topic")
+            raise ConfigError(
+                "not the address of a stream of updates", where=where, value=shown, allowed="kafka://host:port/topic"
+            )
         if "@" in parts.netloc:
             fix = "set VIVIANE_KAFKA_USERNAME and VIVIANE_KAFKA_PASSWORD"
-            raise ConfigError("the address of a stream must not hold a user or a password", fix=fix)
+            raise ConfigError("the address of a stream must not hold a user or a password", where=where, fix=fix)
         return cls(parts.netloc, parts.path.strip("/"))
 
     def __str__(self) -> str:

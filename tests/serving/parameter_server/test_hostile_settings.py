@@ -138,3 +138,29 @@ def test_a_key_without_its_certificate_is_refused(saved: tuple[Path, np.ndarray]
         InferenceSession(
             saved[0], device="cpu", tables={"redis": {"address": "127.0.0.1:1", "tls": {"key_file": "key.pem"}}}
         )
+
+
+@pytest.mark.parametrize(
+    ("tables", "where", "told"),
+    [
+        ({"cache": {"place": "device"}}, "tables, cache.place", 'leave cache.place at "host"'),
+        ({"rocksdb": {"folder": "s3://bucket/ps"}}, "tables, rocksdb.folder", "not a URL"),
+        (
+            {"host": {}, "updates": {"address": "kafka://h:1/t", "outbox": "s3://b"}},
+            "tables, updates.outbox",
+            "not a URL",
+        ),
+        ({"host": {}, "updates": {"address": "kafka:/t"}}, "updates.address", "kafka://host:port/topic"),
+        ({"host": {}, "updates": {"address": "kafka://u:secret@h:1/t"}}, "updates.address", "VIVIANE_KAFKA_PASSWORD"),
+        ({"redis": {"address": "redis://h:1"}}, "redis.address", "leave redis://"),
+        ([], "tables", "list"),
+    ],
+)
+def test_an_error_names_the_clause(saved: tuple[Path, np.ndarray], tables: Any, where: str, told: str) -> None:
+    for library in ("redis", "confluent_kafka"):
+        pytest.importorskip(library)
+    with pytest.raises(ConfigError) as caught:
+        InferenceSession(saved[0], device="cpu", tables=tables)
+    assert f"where:   {where}" in str(caught.value)
+    assert told in str(caught.value)
+    assert "secret" not in str(caught.value)

@@ -7,6 +7,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from viviane.config.base import Settings
+from viviane.core.locations import RemotePath, location
 from viviane.data.streaming.topic import READING, refuse_credentials, refuse_fixed
 from viviane.store.redis_wire import TlsOptions
 from viviane.store.stream import StreamAddress
@@ -97,6 +98,12 @@ class RedisSettings(Settings):
     resolution: float = Field(default=0.8, gt=0, lt=1)
 
 
+def _on_a_local_disk(value: str | None) -> str | None:
+    if value is not None and isinstance(location(value), RemotePath):
+        raise ValueError("must be a folder on a disk of this machine, not a URL")
+    return value
+
+
 class RocksSettings(Settings):
     """Rows in RocksDB, on a disk of this machine: those that updates have changed; see `viviane store import`.
 
@@ -107,6 +114,8 @@ class RocksSettings(Settings):
 
     folder: str = Field(min_length=1)
     cache_mb: int = Field(default=64, ge=1, le=1 << 24)
+
+    _is_local = field_validator("folder")(_on_a_local_disk)
 
 
 class UpdateSettings(Settings):
@@ -129,8 +138,10 @@ class UpdateSettings(Settings):
     @field_validator("address")
     @classmethod
     def _stream(cls, value: str) -> str:
-        StreamAddress.of(value)
+        StreamAddress.of(value, where="updates.address")
         return value
+
+    _is_local = field_validator("outbox")(_on_a_local_disk)
 
     @field_validator("settings")
     @classmethod
