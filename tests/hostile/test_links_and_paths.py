@@ -1,6 +1,7 @@
 """Symbolic links in folders that others made, paths that no file system takes, and folders that are opened twice."""
 
 import contextlib
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -125,3 +126,47 @@ def test_paths_that_no_file_system_takes(name: str, tmp_path: Path) -> None:
         with pytest.raises(VivianeError):
             call(path)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("kind", ["pipe", "folder"])
+def test_a_pipe_or_a_folder_in_place_of_a_file_is_refused(kind: str, tmp_path: Path) -> None:
+    """Reading from a pipe waited for ever; a folder in place of a manifest was taken for a data set without one."""
+    model = Model(Solver(batch_size=8, device="cpu", max_steps=1), small_set(tmp_path / "set"))
+    model.add(DeepFM(dim=2, deep_mlp=[2]))
+    model.compile()
+    model.save(tmp_path / "model")
+    loads: dict[str, Callable[[Path], Any]] = {
+        **{f"set/{name}": Dataset for name in ("schema.json", "info.json", "manifest.json")},
+        **{f"model/{name}": Model.load for name in ("files.json", "model.json", "schema.json")},
+    }
+    for place, load in loads.items():
+        path = tmp_path / place
+        shutil.move(path, tmp_path / "moved")
+        os.mkfifo(path) if kind == "pipe" else path.mkdir()
+        with pytest.raises(VivianeError, match="not a regular file"):
+            load(path.parent)
+        path.unlink() if kind == "pipe" else path.rmdir()
+        shutil.move(tmp_path / "moved", path)
+        load(path.parent)
+
+
+@pytest.mark.parametrize("name", ["checkpoints", "model", "tensorboard", "checkpoints/step-00000002"])
+def test_a_run_writes_through_no_link(name: str, tmp_path: Path) -> None:
+    """A run removed older checkpoints, and wrote new ones, behind a link in its folder."""
+    data, run = small_set(tmp_path / "set"), tmp_path / "run"
+
+    def train(**options: Any) -> None:
+        model = Model(Solver(batch_size=8, device="cpu", max_steps=2, checkpoint_every=1), data)
+        model.add(DeepFM(dim=2, deep_mlp=[2]))
+        model.compile()
+        model.fit(data, run_folder=run, verbose=0, **options)
+
+    train()
+    outside = tmp_path / "outside"
+    (run / name).exists() or (run / name).mkdir()
+    shutil.move(run / name, outside)
+    (run / name).symlink_to(outside)
+    before = sorted((one, one.stat().st_mtime_ns) for one in outside.rglob("*"))
+    with pytest.raises(VivianeError, match="link points outside"):
+        train(resume=True)
+    assert sorted((one, one.stat().st_mtime_ns) for one in outside.rglob("*")) == before

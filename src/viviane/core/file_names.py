@@ -81,7 +81,7 @@ def file_inside(folder: Path, name: object, *, where: str, error: type[VivianeEr
 
 
 def refuse_links(folder: Path, names: Iterable[str] | None = None, error: type[VivianeError] = DataError) -> None:
-    """Refuse a folder with symbolic links to what is outside of it, which would be read or overwritten.
+    """Refuse a folder with symbolic links to what is outside of it, which would be read or overwritten, or with pipes.
 
     Args:
         folder: it may be missing.
@@ -95,6 +95,8 @@ def refuse_links(folder: Path, names: Iterable[str] | None = None, error: type[V
     for path in paths:
         if path.is_symlink():
             refuse_link_outside(path, folder, error)
+        if path.exists() and not path.is_file() and not path.is_dir():
+            raise error("not a regular file", where=str(path), fix="do not use this folder: it was tampered with")
 
 
 def refuse_link_outside(path: Path, folder: Path, error: type[VivianeError] = DataError) -> None:

@@ -165,3 +165,32 @@ def _busy(place: Path, holder: str) -> ConfigError:
         value=holder,
         fix="wait until it has ended, or choose another path",
     )
+
+
+class Turn:
+    """Lets one thread at a time train a model, and refuses a second one; a copy is free.
+
+    Compiled kernels and graphs work on weights, optimizer state and scratch memory without Python's lock. The thread
+    that has the turn may take it again.
+
+    Example:
+        >>> turn = Turn()
+        >>> with turn, turn:
+        ...     pass
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+
+    def __reduce__(self) -> Any:
+        return Turn, ()
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(blocking=False):
+            raise ConfigError(
+                "another thread trains this model", value=threading.current_thread().name,
+                fix="train a model from one thread at a time, or a copy of it in each: copy.deepcopy(model)",
+            )  # fmt: skip
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()

@@ -11,7 +11,7 @@ from typing import Any, Final, cast
 
 from viviane.batch import Batch
 from viviane.core.errors import ConfigError, DataError, DataNotFoundError, SchemaError, expect
-from viviane.core.file_names import refuse_links
+from viviane.core.file_names import file_inside
 from viviane.core.html import html_table
 from viviane.core.json_files import read_json_object
 from viviane.core.locations import AnyPath, RemotePath, location
@@ -217,7 +217,8 @@ def _readable(path: str | AnyPath, given: Format | None) -> AnyPath:
     """
     place = published_location(path)
     if not isinstance(place, RemotePath):
-        refuse_links(place, _OWN_FILES)
+        for name in _OWN_FILES:
+            file_inside(place, name, where=str(place))  # no link to the outside, no pipe, no folder
         return place
     if not place.is_dir():
         raise DataNotFoundError("no data set folder found at this URL", where=str(path),

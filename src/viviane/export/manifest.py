@@ -20,7 +20,7 @@ from pydantic import Field, NonNegativeInt, ValidationInfo, field_validator
 
 from viviane.config.base import Settings, load_json
 from viviane.core.errors import ExportError, VivianeError
-from viviane.core.file_names import file_inside, refuse_links
+from viviane.core.file_names import file_inside
 from viviane.core.files import file_sha256, write_json_atomic
 from viviane.export.machine import Requirements
 from viviane.export.program import PrecisionName, ProgramInput
@@ -145,7 +145,7 @@ def read_manifest(folder: Path) -> tuple[ExportManifest, str]:
         ExportError: it does not exist, was altered, or has another version.
     """
     path = folder / MANIFEST_FILE
-    refuse_links(folder, [MANIFEST_FILE], ExportError)
+    file_inside(folder, MANIFEST_FILE, where=str(folder), error=ExportError)
     if not path.is_file():
         raise ExportError("no exported model found", where=str(folder), fix="pass a folder that `viviane export` wrote")
     if path.stat().st_size > _MOST_BYTES:

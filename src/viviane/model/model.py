@@ -267,31 +267,33 @@ class Model:
         tracker: Any,
         progress: bool | None,
     ) -> History:
-        before = self.trainer
-        for data in (train, *(() if validation is None else (validation,))):
-            before.check_schema(data)
-        solver = self.solver if epochs is None else Solver(**{**self.solver.model_dump(), "epochs": epochs})
-        graph = self._content().model_dump(mode="json", exclude_none=True, include={"nodes", "embedding_optimizer"})
-        self._trainer = Trainer(
-            self.module,
-            self.schema,
-            solver,
-            before.optimizer,
-            metrics=self.metrics,
-            terms=self._terms,
-            callbacks=[*callbacks, *self._publications],
-            run_folder=run_folder,
-            config={"name": self.name, **graph},
-            files=files,
-            tracker=tracker,
-            progress=progress,
-        )
-        if before.step:
-            self._trainer.continue_from(before)
-        elif solver.init_output_bias and not isinstance(train, KafkaStream) and self._own_module is None:
-            self.init_output_bias(train.parts[0].data if isinstance(train, DataPasses) else train)
-        self._remember_etl(train)
-        return self._trainer.fit(train, validation, resume=resume)
+        with self.trainer.turn:  # another thread would replace the trainer of one that trains
+            before = self.trainer
+            for data in (train, *(() if validation is None else (validation,))):
+                before.check_schema(data)
+            solver = self.solver if epochs is None else Solver(**{**self.solver.model_dump(), "epochs": epochs})
+            graph = self._content().model_dump(mode="json", exclude_none=True, include={"nodes", "embedding_optimizer"})
+            self._trainer = Trainer(
+                self.module,
+                self.schema,
+                solver,
+                before.optimizer,
+                metrics=self.metrics,
+                terms=self._terms,
+                callbacks=[*callbacks, *self._publications],
+                run_folder=run_folder,
+                config={"name": self.name, **graph},
+                files=files,
+                tracker=tracker,
+                progress=progress,
+            )
+            self._trainer.turn = before.turn
+            if before.step:
+                self._trainer.continue_from(before)
+            elif solver.init_output_bias and not isinstance(train, KafkaStream) and self._own_module is None:
+                self.init_output_bias(train.parts[0].data if isinstance(train, DataPasses) else train)
+            self._remember_etl(train)
+            return self._trainer.fit(train, validation, resume=resume)
 
     def publish(
         self,

@@ -189,7 +189,8 @@ def read_model(folder: Path, *, whole: bool = False) -> tuple[ModelFile, Schema]
     Raises:
         CheckpointError: naming the file that is missing, truncated or altered.
     """
-    refuse_links(folder, [FILES_FILE, WEIGHTS], CheckpointError)
+    refuse_links(folder, [WEIGHTS], CheckpointError)
+    file_inside(folder, FILES_FILE, where=str(folder), error=CheckpointError)
     try:
         entries = load_json(folder / FILES_FILE)["files"]
         files = {name: FileEntry.from_dict(entry) for name, entry in entries.items()}

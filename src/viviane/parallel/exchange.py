@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from viviane.batch import Bag
+from viviane.core.errors import ProcessError
 from viviane.parallel.feature_shards import FeatureShard
 from viviane.parallel.group import Group
 
@@ -92,6 +93,10 @@ def _exchange_lengths(group: Group, bags: Sequence[Bag], counts: Sequence[int], 
     given = torch.cat([bag.offsets.diff().to(torch.int32) for bag in bags])
     taken = group.all_to_all(given, [count * size for count in counts], [mine * one for one in sizes])
     parts = torch.split(taken, [mine * one for one in sizes])
+    if taken.is_cpu and taken.numel() and int(taken.min()) < 0:  # offsets would fall; a GPU would have to be waited for
+        rank = next(place for place, part in enumerate(parts) if part.numel() and int(part.min()) < 0)
+        raise ProcessError("another process sent a bag of negative length", where=f"rank {rank}",
+                           value=int(parts[rank].min()))  # fmt: skip
     return [part.view(mine, one) for part, one in zip(parts, sizes, strict=True)]
 
 

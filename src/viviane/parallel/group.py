@@ -42,6 +42,30 @@ def exchange_options(backend: str, timeout: timedelta | None = None) -> Any:
 _before_end: list[weakref.WeakMethod[Callable[[], None]]] = []
 
 
+_MOST_ELEMENTS = 1 << 40
+"""Of a tensor that another process sends: beyond any memory."""
+
+
+def check_sizes(sizes: Sequence[int]) -> None:
+    """Refuse sizes of tensors that other processes announce and none can have, before memory is allocated for them.
+
+    Args:
+        sizes: in elements, by rank.
+
+    Raises:
+        ProcessError: a size is negative or too large; names the rank.
+
+    Example:
+        >>> check_sizes([3, 0])
+    """
+    for rank, size in enumerate(sizes):
+        if not 0 <= size <= _MOST_ELEMENTS:
+            raise ProcessError(
+                "another process announced a tensor of a size that cannot be", where=f"rank {rank}", value=size,
+                allowed=f"0 to {_MOST_ELEMENTS}", fix="run the same version and the same settings in all processes",
+            )  # fmt: skip
+
+
 class Group:
     """Processes 0 to n - 1, of which this one is `rank`; a group of one exchanges nothing.
 
@@ -165,6 +189,7 @@ class Group:
         """Begin an `all_to_all`; the function that is returned waits for it: on a GPU its stream does, not the host."""
         if self._group is None:
             return lambda: given
+        check_sizes(taken_splits)
         taken = torch.empty(sum(taken_splits), dtype=given.dtype, device=given.device)
         with self._call():
             work = dist.all_to_all_single(
@@ -231,6 +256,7 @@ class Group:
         if self._group is None:
             return [tensor]
         counts = [one[0] for one in self.gather_numbers([len(tensor)])]
+        check_sizes(counts)
         parts = [torch.empty(count, dtype=tensor.dtype, device=tensor.device) for count in counts]
         for rank, part in enumerate(parts):
             if rank == self.rank:

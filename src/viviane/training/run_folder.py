@@ -28,6 +28,7 @@ import torch
 
 from viviane.core import machine
 from viviane.core.errors import ConfigError, VivianeError
+from viviane.core.file_names import refuse_links
 from viviane.core.files import write_bytes_atomic, write_json_atomic
 from viviane.core.json_files import read_json_object
 from viviane.core.locks import locked
@@ -35,6 +36,8 @@ from viviane.schema import Schema
 from viviane.training.history import finite_or_none
 
 METRICS_FILE: Final = "metrics.jsonl"
+_WRITTEN_INTO: Final = (METRICS_FILE, "checkpoints", "model", "snapshot", "tensorboard")
+"""Entries of a run folder that a job appends to, or whose content it removes; others it replaces."""
 CONFIG_FILE: Final = "config.json"
 MACHINE_FILE: Final = "machine.json"
 TIERS_FILE: Final = "tiers.json"
@@ -75,10 +78,13 @@ class RunFolder:
         """Lock the run folder for a block: only one job at a time may write to it.
 
         Raises:
-            ConfigError: another process holds the lock; names it.
+            ConfigError: another process holds the lock; names it. Or what the job would write to or remove is a link to
+                what is outside of the folder; the folder itself may be a link.
         """
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with locked(self.path):
+            refuse_links(self.path, _WRITTEN_INTO, ConfigError)
+            refuse_links(self.checkpoints, error=ConfigError)
             yield
 
     def refuse_run(self) -> None:

@@ -145,7 +145,7 @@ class Trainer(TrainerBase):
 
         Raises:
             ConfigError: the run folder already holds a run; resume without a run folder; settings that need
-                validation data if none is given.
+                validation data if none is given; another thread trains the model.
             SchemaError: the columns of a data set differ from the model's.
             NumericsError, KeyRangeError, DataError: a batch is invalid; weights are unchanged since the previous step.
             CheckpointError: a checkpoint cannot be written (disk full) or read.
@@ -153,7 +153,7 @@ class Trainer(TrainerBase):
         for data in (train, validation):
             if data is not None:
                 self.check_schema(data)
-        with self.switches(), Interrupt(self.group.rank, self.group.size).listening() as interrupt:
+        with self.turn, self.switches(), Interrupt(self.group.rank, self.group.size).listening() as interrupt:
             self.module.train()
             if isinstance(train, KafkaStream):
                 train = train.connected(self.group.gather_numbers, lambda: interrupt.asked)

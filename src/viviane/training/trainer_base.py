@@ -19,6 +19,7 @@ from viviane.config.optimizers import optimizer_settings
 from viviane.core.device import resolve_device
 from viviane.core.errors import ConfigError, DataError, SchemaError, expect
 from viviane.core.locations import AnyPath, RemotePath, location
+from viviane.core.locks import Turn
 from viviane.core.renamed import renamed_method
 from viviane.data import DataPasses, Dataset
 from viviane.data.streaming import KafkaStream
@@ -166,6 +167,7 @@ class TrainerBase:
         if self.device.type == "cpu":
             self.stepper.recorded = RecordedSteps(self.stepper)
         self.precision: Precision | None = None if solver.precision == "auto" else Precision(solver.precision)
+        self.turn = Turn()
         self.step = 0
         self.epoch = 0
         self.history = History()
@@ -185,21 +187,23 @@ class TrainerBase:
         Raises:
             DataError: a binary label is not between 0 and 1, in a batch on the CPU.
             NumericsError, KeyRangeError: NaN or infinite numbers; a key out of range; no weight has been changed.
+            ConfigError: another thread trains the model.
         """
         if batch.one_hot.is_cpu:
             check_binary_labels(batch, self.schema, self.group)
-        there = batch.to(self.device)
-        if self.step == 0:
-            seed_rank(self.solver.seed, self.group.rank)
-        precision = self.precision or self.choose_precision([there])
-        captured = self.stepper.captured
-        captured.rolled_back = 0
-        try:
-            loss = self.stepper(there, self.step + 1, precision, lr)
-        finally:
-            self.step -= captured.rolled_back  # rolled back: the host reads a failed status some steps later
-        self.step += 1
-        return loss
+        with self.turn:
+            there = batch.to(self.device)
+            if self.step == 0:
+                seed_rank(self.solver.seed, self.group.rank)
+            precision = self.precision or self.choose_precision([there])
+            captured = self.stepper.captured
+            captured.rolled_back = 0
+            try:
+                loss = self.stepper(there, self.step + 1, precision, lr)
+            finally:
+                self.step -= captured.rolled_back  # rolled back: the host reads a failed status some steps later
+            self.step += 1
+            return loss
 
     def fix_sizes(self, batch_size: int | None, hotness: Mapping[str, int] | None = None) -> None:
         """Set the static shape of the next batches of a custom loop, equal on all ranks; `fit` sets it itself.
