@@ -57,7 +57,7 @@ def model_of(kind: str, rows: int, dim: int, features: int) -> keras.Model:
 class Result(NamedTuple):
     """Times of a step in milliseconds."""
 
-    least: float
+    median: float
     spread: tuple[float, float]
     cpu: float
 
@@ -80,9 +80,10 @@ class Steps:
 
     @property
     def result(self) -> Result:
-        """The least time, the 20th and 80th percentile, and the median of the processor's time."""
-        cut = statistics.quantiles(self.times, n=5) if len(self.times) > 2 else [min(self.times)] * 4
-        return Result(min(self.times), (cut[0], cut[3]), statistics.median(self.cpu_times))
+        """The median time, the 20th and 80th percentile, and the median of the processor's time."""
+        median = statistics.median(self.times)
+        cut = statistics.quantiles(self.times, n=5) if len(self.times) > 2 else [median] * 4
+        return Result(median, (cut[0], cut[3]), statistics.median(self.cpu_times))
 
 
 def whole_steps(kinds: list[str], rows: int, rounds: int) -> dict[str, Result]:
@@ -253,7 +254,7 @@ def main() -> None:
     for form, name in (("viviane", "layer form"), ("fast", "fast form")):
         for peer, title in (("stock", f"Keras {keras.__version__}"), ("keras-rs", "keras-rs 0.4.0")):
             if form in found and peer in found:
-                ours, own = found[form].least, found[peer].least
+                ours, own = found[form].median, found[peer].median
                 case = f"{BACKEND}, {name}, SGD" + (", stock layer" if peer == "stock" else "")
                 record(
                     bench="keras_layers", case=case, metric="step", value=ours, unit="ms", better="lower", peer=title,
