@@ -173,9 +173,10 @@ class _Copies(io.TextIOBase):
         return len(text)
 
     def flush(self) -> None:
-        """Flush all."""
+        """Flush all that are open: the collector flushes this stream once more, after the block that closed a file."""
         for one in self._streams:
-            one.flush()
+            if not one.closed:
+                one.flush()
 
 
 @contextmanager
