@@ -267,3 +267,11 @@ def test_truncated_parquet_and_metadata_of_other_columns_are_refused() -> None:
     files[0].write_bytes(files[0].read_bytes()[:-9])
     with pytest.raises(VivianeError, match="not a complete Parquet file"):
         built("Parquet", source, 1, 1)
+
+
+@pytest.mark.parametrize("kind", KIND.__members__)
+def test_a_reader_without_a_source_is_refused(kind: str) -> None:
+    solver = hugectr.CreateSolver(batchsize=2, batchsize_eval=2)
+    reader = hugectr.DataReaderParams(KIND[kind], [], eval_source="e", num_samples=4, eval_num_samples=4)
+    with pytest.raises(ConfigError, match="no source of training rows"):
+        hugectr.Model(solver, reader, hugectr.CreateOptimizer())

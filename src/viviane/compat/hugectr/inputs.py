@@ -68,8 +68,16 @@ class DataReaderParams(Arguments):
 
     @property
     def sources(self) -> list[str]:
-        """The training sources, one or several."""
-        return [self.source] if isinstance(self.source, str) else list(self.source)
+        """The training sources, one or several.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        found = [self.source] if isinstance(self.source, str) else list(self.source)
+        if not found:
+            raise ConfigError("there is no source of training rows", where="DataReaderParams, source", value=[],
+                              allowed="a path, or a list of them")  # fmt: skip
+        return found
 
     @property
     def keysets(self) -> list[str]:
