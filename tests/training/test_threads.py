@@ -71,3 +71,51 @@ def test_a_copy_is_trained_beside(data: Dataset) -> None:
     other = Beside(lambda: twin.fit(data, verbose=0))
     model.fit(data, callbacks=[other], verbose=0)
     assert other.found == [None, None]
+
+
+def test_threads_that_predict_do_not_disturb_one_another(data: Dataset) -> None:
+    """Each put the module into eval mode and back, and swapped the mean of weights in and out, beside the others."""
+    model = Model(Solver(batch_size=8, device="cpu", max_steps=4, seed=1, ema_decay=0.5), data)
+    model.add(DeepFM(dim=2, deep_mlp=[8], dropout=0.5))
+    model.compile()
+    model.fit(data, verbose=0)
+    model.trainer.module.train()
+    rows = {"c": np.array([3, 4, 5, 6])}
+    wanted, found = model.predict(rows), list[bool]()
+
+    def ask() -> None:
+        found.extend(bool((model.predict(rows) == wanted).all()) for _ in range(25))
+
+    threads = [threading.Thread(target=ask) for _ in range(4)]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join()
+    assert found == [True] * 100
+    assert all(part.training for part in model.trainer.module.modules())
+
+
+def test_a_thread_that_predicts_beside_training_is_refused(data: Dataset) -> None:
+    """It would put the module that is trained into eval mode."""
+    model = built(data)
+    other = Beside(lambda: model.predict({"c": np.array([3, 4])}))
+    model.fit(data, callbacks=[other], verbose=0)
+    assert ["viviane.InferenceSession" in str(one) for one in other.found] == [True, True]
+
+
+def test_training_waits_for_an_evaluation(data: Dataset) -> None:
+    model = built(data)
+    begun, ended = threading.Event(), threading.Event()
+
+    def evaluate() -> None:
+        with model.trainer.averaged():
+            begun.set()
+            ended.wait(10)
+
+    thread = threading.Thread(target=evaluate)
+    thread.start()
+    begun.wait(10)
+    threading.Timer(0.2, ended.set).start()
+    model.fit(data, verbose=0)
+    assert ended.is_set()
+    thread.join()

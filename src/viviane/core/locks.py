@@ -168,29 +168,47 @@ def _busy(place: Path, holder: str) -> ConfigError:
 
 
 class Turn:
-    """Lets one thread at a time train a model, and refuses a second one; a copy is free.
+    """Lets one thread at a time train or evaluate a model: others wait for an evaluation, and are refused in training.
 
-    Compiled kernels and graphs work on weights, optimizer state and scratch memory without Python's lock. The thread
-    that has the turn may take it again.
+    Compiled kernels and graphs work on weights, optimizer state and scratch memory without Python's lock, and an
+    evaluation changes modes and weights for a while. The thread that has the turn may take it again; a copy is free.
 
     Example:
         >>> turn = Turn()
-        >>> with turn, turn:
+        >>> with turn, turn.evaluation():
         ...     pass
     """
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
+        self._num_trainings = 0
 
     def __reduce__(self) -> Any:
         return Turn, ()
 
     def __enter__(self) -> None:
-        if not self._lock.acquire(blocking=False):
-            raise ConfigError(
-                "another thread trains this model", value=threading.current_thread().name,
-                fix="train a model from one thread at a time, or a copy of it in each: copy.deepcopy(model)",
-            )  # fmt: skip
+        self._take("train a model from one thread at a time, or a copy of it in each: copy.deepcopy(model)")
+        self._num_trainings += 1
 
     def __exit__(self, *_: object) -> None:
+        self._num_trainings -= 1
         self._lock.release()
+
+    @contextmanager
+    def evaluation(self) -> Iterator[None]:
+        """Keep other threads out for a block.
+
+        Raises:
+            ConfigError: another thread trains the model.
+        """
+        self._take("ask a copy, copy.deepcopy(model), or a saved model, by viviane.InferenceSession")
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+    def _take(self, fix: str) -> None:
+        while not self._lock.acquire(timeout=0.05):
+            if self._num_trainings:
+                value = threading.current_thread().name
+                raise ConfigError("another thread trains this model", value=value, fix=fix)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib.metadata import version
 from pathlib import Path, PurePath
 from typing import Any, cast
@@ -298,11 +298,20 @@ class TrainerBase:
             return own
         return in_order(own, [min(size, rows - start) for start in range(0, rows, size)], self.group)
 
-    def averaged(self) -> AbstractContextManager[None]:
-        """Swap the running mean of weights into the module for a block, if solver.ema_decay is set."""
-        self.settle()
-        mean = self.stepper.mean
-        return nullcontext() if mean is None else mean.in_place()
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Swap the running mean of weights into the module for a block, if solver.ema_decay is set.
+
+        Other threads wait that evaluate, predict or save.
+
+        Raises:
+            ConfigError: another thread trains the model.
+        """
+        with self.turn.evaluation():
+            self.settle()
+            mean = self.stepper.mean
+            with nullcontext() if mean is None else mean.in_place():
+                yield
 
     def eval_batch_size(self, batch_size: int | None = None) -> int:
         """Return the rows of an evaluation or prediction batch."""
