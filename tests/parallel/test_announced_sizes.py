@@ -26,7 +26,7 @@ class Beside(Group):
 
 @pytest.mark.parametrize("size", [-1, 1 << 41])
 def test_a_size_that_cannot_be_is_refused_before_memory_is_allocated(size: int) -> None:
-    with pytest.raises(ProcessError, match="(?s)of a size that cannot be.*rank 1"):
+    with pytest.raises(ProcessError, match=r"(?s)of a size that cannot be.*rank 1"):
         check_sizes([3, size])
 
 
@@ -35,5 +35,5 @@ def test_a_bag_of_negative_length_is_refused() -> None:
     bags = [Bag(torch.tensor([3, 4]), torch.tensor([0, 2])), Bag(torch.tensor([5]), torch.tensor([0, 1]))]
     found = exchange_bags(Beside([2, 7, 8]), bags, [1, 1], [1, 1], [False, False], [None, None])
     assert found[0].offsets.tolist() == [0, 2, 4]
-    with pytest.raises(ProcessError, match="(?s)negative length.*rank 1"):
+    with pytest.raises(ProcessError, match=r"(?s)negative length.*rank 1"):
         exchange_bags(Beside([-2]), bags, [1, 1], [1, 1], [False, False], [None, None])

@@ -187,7 +187,8 @@ class Turn:
         return Turn, ()
 
     def __enter__(self) -> None:
-        self._take("train a model from one thread at a time, or a copy of it in each: copy.deepcopy(model)")
+        if not self._lock.acquire(blocking=False):  # in each step
+            self._take("train a model from one thread at a time, or a copy of it in each: copy.deepcopy(model)")
         self._num_trainings += 1
 
     def __exit__(self, *_: object) -> None:
