@@ -19,6 +19,8 @@ h: Any = modules()["hugectr"]
         ("CreateSolver", {"vvgpu": [0]}, "vvgpu"),
         ("CreateSolver", {"repeat_dataset": "no"}, "repeat_dataset"),
         ("CreateSolver", {"metrics_spec": []}, "metrics_spec"),
+        ("CreateSolver", {"metrics_spec": {"AUC": "0.8"}}, "metrics_spec"),
+        ("CreateSolver", {"metrics_spec": {"AUC": float("nan")}}, "metrics_spec"),
         ("CreateOptimizer", {"update_type": h.Optimizer_t.Adam}, "update_type"),
         ("CreateOptimizer", {"update_type": "local"}, "update_type"),
         (

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import random
+from numbers import Real
 from typing import Any, ClassVar
 
 import torch
@@ -51,10 +53,12 @@ class Solver(Arguments):
         super().__init__(*args, **given)
         given_metrics = dict(vars(self)["metrics_spec"])
         self.metrics_spec: dict[Any, float] = {MetricsType.__members__.get(k, k): v for k, v in given_metrics.items()}
-        for metric in self.metrics_spec:
-            if not isinstance(metric, MetricsType):
-                raise ConfigError("metrics_spec must map metrics to thresholds", where="CreateSolver", value=metric,
-                                  fix="write {hugectr.MetricsType.AUC: 0.8}")  # fmt: skip
+        for metric, limit in self.metrics_spec.items():
+            if not isinstance(metric, MetricsType) or not isinstance(limit, Real) or math.isnan(limit):
+                raise ConfigError(
+                    "metrics_spec must map metrics to thresholds", where="CreateSolver", value=(metric, limit),
+                    fix="write {hugectr.MetricsType.AUC: 0.8}",
+                )  # fmt: skip
 
     def to_viviane(self) -> settings.Solver:
         """Return the settings of Viviane's trainer; the scheduler supplies the learning rate of each step."""
