@@ -116,6 +116,10 @@ found = served.predict(1, *source)
 assert found.shape == (64,)
 assert np.mean((found - expected) ** 2) < 1e-10, "predictions of the files are those of training"
 assert 0 <= served.evaluate(2, *source) <= 1
+for ask in (served.predict, served.evaluate):
+    for wrong in (0, 2**62):
+        with pytest.raises(ValueError, match="no number of batches"):
+            ask(wrong, *source)
 assert served.check_out_tensor("fc1").shape == (32, 32)
 
 session = CreateInferenceSession("wdl.json", params)

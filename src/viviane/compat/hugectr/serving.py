@@ -43,6 +43,9 @@ from viviane.training.evaluation import evaluating
 _ENDS: Final = {"Sigmoid": "BinaryCrossEntropyLoss", "Softmax": "CrossEntropyLoss"}
 """Last layers of an inference JSON of 3.0, and the losses whose predictions they compute."""
 
+_MOST_ROWS: Final = 1 << 31
+"""Predictions of one call, which lie in memory."""
+
 
 @typed_methods
 class InferenceModel:
@@ -223,6 +226,10 @@ class InferenceModel:
     def _over(
         self, num_batches: int, source: str, kind: DataReaderType_t, check: Check_t, sizes: Sequence[int]
     ) -> Iterator[tuple[NDArray[np.float32], NDArray[np.float32]]]:
+        most = _MOST_ROWS // self.params.max_batchsize
+        if not 1 <= num_batches <= most:
+            raise ConfigError("no number of batches", where="num_batches", value=str(num_batches)[:50],
+                              allowed=f"1 to {most:,} of {self.params.max_batchsize} rows")  # fmt: skip
         params = DataReaderParams(kind, source, eval_source=source, check_type=check, slot_size_array=list(sizes))
         columns = columns_of(params, self._graph.given, self._graph.embeddings, i64_input_key=self.params.i64_input_key)
         raw = replace(columns, slots=tuple(replace(slot, size=None) for slot in columns.slots), _shifts={})

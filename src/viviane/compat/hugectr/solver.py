@@ -52,7 +52,7 @@ class Solver(Arguments):
     def __init__(self, *args: Any, **given: Any) -> None:
         super().__init__(*args, **given)
         given_metrics = dict(vars(self)["metrics_spec"])
-        self.metrics_spec: dict[Any, float] = {MetricsType.__members__.get(k, k): v for k, v in given_metrics.items()}
+        self.metrics_spec: dict[Any, Any] = {MetricsType.__members__.get(k, k): v for k, v in given_metrics.items()}
         for metric, limit in self.metrics_spec.items():
             if not isinstance(metric, MetricsType) or not isinstance(limit, Real) or math.isnan(limit):
                 raise ConfigError(
