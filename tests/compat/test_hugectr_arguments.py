@@ -21,6 +21,17 @@ h: Any = modules()["hugectr"]
         ("CreateSolver", {"metrics_spec": []}, "metrics_spec"),
         ("CreateSolver", {"metrics_spec": {"AUC": "0.8"}}, "metrics_spec"),
         ("CreateSolver", {"metrics_spec": {"AUC": float("nan")}}, "metrics_spec"),
+        (
+            "Input",
+            {
+                "label_dims": 2**63,
+                "label_names": ["a", "b"],
+                "dense_dim": 0,
+                "dense_name": "dense",
+                "data_reader_sparse_param_array": [],
+            },
+            "label_dims and label_names",
+        ),
         ("CreateOptimizer", {"update_type": h.Optimizer_t.Adam}, "update_type"),
         ("CreateOptimizer", {"update_type": "local"}, "update_type"),
         (

@@ -122,6 +122,9 @@ def test_set_source_takes_its_arguments_by_place_and_by_each_name() -> None:
         model.set_source("x", sauce="e")
     with pytest.raises(ConfigError, match="source and eval_source"):
         model.set_source(eval_source="e")
+    for wrong in ((["x"], 3, "e"), (None, "e"), ([3], "e"), ("x", 5)):
+        with pytest.raises(ConfigError, match="names of files are texts"):
+            model.set_source(*wrong)
 
 
 def lookup(collection: Any) -> Any:

@@ -158,7 +158,9 @@ class Input(Arguments):
             vars(self).update(label_dims=self.label_dim, label_names=self.label_name, label_dim=None, label_name=None)
         one = self.label_dim is not None and self.label_name is not None
         many = self.label_dims is not None and self.label_names is not None
-        if one == many or (many and len(self.label_dims) != len(self.label_names)):
+        both = [vars(self)[name] for name in ("label_dims", "label_names")] if many else []
+        pairs = all(isinstance(part, list | tuple) for part in both) and len({len(part) for part in both}) < 2
+        if one == many or not pairs:
             raise ConfigError("set label_dim and label_name, or label_dims and label_names of equal length",
                               where="Input", value=self.label_name or self.label_names)  # fmt: skip
         for label in [self.label_name] if one else self.label_names:

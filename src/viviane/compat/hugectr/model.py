@@ -313,8 +313,9 @@ class Model(ModelFiles):
         if "source" not in values or unknown:
             raise ConfigError("give source and eval_source, or source, keyset and eval_source", where="set_source",
                               value=unknown[0] if unknown else None)  # fmt: skip
-        self._sources, self._keysets = (_listed(values.get(name, [])) for name in ("source", "keyset"))
-        self.reader_params.eval_source = values.get("eval_source", self.reader_params.eval_source)
+        sources, keysets = (_listed(name, values.get(name, [])) for name in ("source", "keyset"))
+        self.reader_params.eval_source = _text("eval_source", values.get("eval_source", self.reader_params.eval_source))
+        self._sources, self._keysets = sources, keysets
 
     @typed
     def check_out_tensor(self, tensor_name: str, tensor_type: Tensor_t) -> NDArray[np.float32]:
@@ -396,8 +397,15 @@ _MADE_BY: Final = {
 }  # fmt: skip
 
 
-def _listed(value: Any) -> list[str]:
-    return [value] if isinstance(value, str) else list(value)
+def _listed(name: str, value: Any) -> list[str]:
+    """Return one name or several as a list."""
+    return [_text(name, one) for one in (value if isinstance(value, list | tuple) else [value])]
+
+
+def _text(name: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise ConfigError("names of files are texts", where=f"set_source, {name}", value=repr(value)[:100])
+    return value
 
 
 def _label_places(columns: Columns) -> dict[str, range]:
