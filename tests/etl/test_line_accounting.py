@@ -301,7 +301,8 @@ def test_rejects_take_linear_time(tmp_path: Path) -> None:
         summary = run(every_type(), tmp_path / "raw.csv", tmp_path / "out", on_bad_row="reject", overwrite=True)
         seconds.append(time.process_time() - start)
         assert summary.rejected == num_bad
-    assert seconds[2] - seconds[0] < 3 * (seconds[1] - seconds[0]) + 0.5
+    # The first run may also pay for imports, which would make the second one seem to take less than nothing.
+    assert seconds[2] - seconds[0] < 3 * max(0.0, seconds[1] - seconds[0]) + 0.5
     assert seconds[2] < 3 * seconds[0] + 1
 
 
