@@ -62,7 +62,7 @@ def test_a_second_thread_that_trains_is_refused(data: Dataset) -> None:
         assert ["another thread trains" in str(one) for one in other.found] == [True, True], other.found
         rows = {"c": np.array([3, 4])}
         assert (model.predict(rows) == alone.predict(rows)).all()
-    model.trainer.train_step(batch)  # the turn ended
+    model.trainer.train_step(batch)  # the lock is free again
 
 
 def test_a_copy_is_trained_beside(data: Dataset) -> None:

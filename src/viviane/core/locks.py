@@ -167,15 +167,16 @@ def _busy(place: Path, holder: str) -> ConfigError:
     )
 
 
-class Turn:
+class ModelLock:
     """Lets one thread at a time train or evaluate a model: others wait for an evaluation, and are refused in training.
 
     Compiled kernels and graphs work on weights, optimizer state and scratch memory without Python's lock, and an
-    evaluation changes modes and weights for a while. The thread that has the turn may take it again; a copy is free.
+    evaluation changes modes and weights for a while. The thread that holds the lock may take it again. A copy of the
+    model has a lock of its own.
 
     Example:
-        >>> turn = Turn()
-        >>> with turn, turn.evaluation():
+        >>> lock = ModelLock()
+        >>> with lock, lock.evaluation():
         ...     pass
     """
 
@@ -184,7 +185,7 @@ class Turn:
         self._num_trainings = 0
 
     def __reduce__(self) -> Any:
-        return Turn, ()
+        return ModelLock, ()
 
     def __enter__(self) -> None:
         if not self._lock.acquire(blocking=False):  # in each step

@@ -267,7 +267,7 @@ class Model:
         tracker: Any,
         progress: bool | None,
     ) -> History:
-        with self.trainer.turn:  # another thread would replace the trainer of one that trains
+        with self.trainer.lock:  # another thread would replace the trainer of one that trains
             before = self.trainer
             for data in (train, *(() if validation is None else (validation,))):
                 before.check_schema(data)
@@ -287,7 +287,7 @@ class Model:
                 tracker=tracker,
                 progress=progress,
             )
-            self._trainer.turn = before.turn
+            self._trainer.lock = before.lock
             if before.step:
                 self._trainer.continue_from(before)
             elif solver.init_output_bias and not isinstance(train, KafkaStream) and self._own_module is None:

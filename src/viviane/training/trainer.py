@@ -153,7 +153,7 @@ class Trainer(TrainerBase):
         for data in (train, validation):
             if data is not None:
                 self.check_schema(data)
-        with self.turn, self.switches(), Interrupt(self.group.rank, self.group.size).listening() as interrupt:
+        with self.lock, self.switches(), Interrupt(self.group.rank, self.group.size).listening() as interrupt:
             self.module.train()
             if isinstance(train, KafkaStream):
                 train = train.connected(self.group.gather_numbers, lambda: interrupt.asked)

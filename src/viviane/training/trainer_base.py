@@ -19,7 +19,7 @@ from viviane.config.optimizers import optimizer_settings
 from viviane.core.device import resolve_device
 from viviane.core.errors import ConfigError, DataError, SchemaError, expect
 from viviane.core.locations import AnyPath, RemotePath, location
-from viviane.core.locks import Turn
+from viviane.core.locks import ModelLock
 from viviane.core.renamed import renamed_method
 from viviane.data import DataPasses, Dataset
 from viviane.data.streaming import KafkaStream
@@ -167,7 +167,7 @@ class TrainerBase:
         if self.device.type == "cpu":
             self.stepper.recorded = RecordedSteps(self.stepper)
         self.precision: Precision | None = None if solver.precision == "auto" else Precision(solver.precision)
-        self.turn = Turn()
+        self.lock = ModelLock()
         self.step = 0
         self.epoch = 0
         self.history = History()
@@ -191,7 +191,7 @@ class TrainerBase:
         """
         if batch.one_hot.is_cpu:
             check_binary_labels(batch, self.schema, self.group)
-        with self.turn:
+        with self.lock:
             there = batch.to(self.device)
             if self.step == 0:
                 seed_rank(self.solver.seed, self.group.rank)
@@ -307,7 +307,7 @@ class TrainerBase:
         Raises:
             ConfigError: another thread trains the model.
         """
-        with self.turn.evaluation():
+        with self.lock.evaluation():
             self.settle()
             mean = self.stepper.mean
             with nullcontext() if mean is None else mean.in_place():
