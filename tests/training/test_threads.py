@@ -95,12 +95,19 @@ def test_threads_that_predict_do_not_disturb_one_another(data: Dataset) -> None:
     assert all(part.training for part in model.trainer.module.modules())
 
 
-def test_a_thread_that_predicts_beside_training_is_refused(data: Dataset) -> None:
+def test_a_thread_that_predicts_or_saves_beside_training_is_refused(data: Dataset, tmp_path: Path) -> None:
     """It would put the module that is trained into eval mode."""
     model = built(data)
-    other = Beside(lambda: model.predict({"c": np.array([3, 4])}))
-    model.fit(data, callbacks=[other], verbose=0)
-    assert ["viviane.InferenceSession" in str(one) for one in other.found] == [True, True]
+    for call in (
+        lambda: model.predict({"c": np.array([3, 4])}),
+        lambda: model.evaluate(data),
+        lambda: model.save(tmp_path / "model"),
+        lambda: model.trainer.save_checkpoint(tmp_path / "checkpoint"),
+    ):
+        other = Beside(call)
+        model.fit(data, callbacks=[other], verbose=0)
+        assert ["viviane.InferenceSession" in str(one) for one in other.found] == [True, True]
+    assert not {"model", "checkpoint"} & {one.name for one in tmp_path.iterdir()}
 
 
 def test_training_waits_for_an_evaluation(data: Dataset) -> None:

@@ -383,10 +383,11 @@ class TrainerBase:
 
         Raises:
             CheckpointError: the disk is full or not writable; an older checkpoint is not changed.
+            ConfigError: another thread trains the model.
             RemoteError: the store is unreachable or refuses.
         """
-        self.settle()
-        with staged(folder, self.group) as path:
+        with self.lock.evaluation(), staged(folder, self.group) as path:
+            self.settle()
             if optimizer_state:
                 place, optimizer = self.place(), self.stepper.optimizer
                 write_checkpoint(path, self.module, optimizer=optimizer, progress=place, group=self.group)
