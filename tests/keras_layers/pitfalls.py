@@ -141,13 +141,16 @@ def early_stopping():
 
 def keys_and_rows():
     """A dynamic table's weights are its keys and rows."""
-    model, layer = _of_dynamic_table()
+    model, layer = _of_dynamic_table(dynamic={"max_capacity": 64, "when_full": "raise"})
     vk.fit(model, KEYS[:SIZE], LABELS[:SIZE], verbose=0)
     keys, rows = layer.get_weights()
     layer.set_weights([np.array([7, 5]), np.ones((2, DIM), "float32")])
     again = layer.get_weights()
     messages = []
-    for wrong in ([np.array([7.5]), np.ones((1, DIM))], [np.array([7]), np.ones((2, DIM))]):
+    for wrong in (
+        [np.array([7.5]), np.ones((1, DIM))], [np.array([7]), np.ones((2, DIM))], [np.array([9, 9]), np.ones((2, DIM))],
+        [np.arange(65), np.ones((65, DIM))],
+    ):  # fmt: skip
         try:
             layer.set_weights(wrong)
             messages.append("")

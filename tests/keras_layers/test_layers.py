@@ -239,6 +239,8 @@ def test_weights_of_a_dynamic_table_are_its_keys_and_rows(backend: str) -> None:
     assert found["again"] == found["kept"] == [[5, 7], [[1.0] * 4] * 2]
     assert "not a whole number" in found["messages"][0]
     assert "differ in their shapes" in found["messages"][1]
+    assert "twice" in found["messages"][2]
+    assert "more keys than the table may hold" in found["messages"][3]
 
 
 def test_a_loaded_model_and_its_tables_have_one_rate(backend: str) -> None:

@@ -183,6 +183,12 @@ class OneTable(TableLayer):
                 "keys and rows differ in their shapes", where=self.where, value=(tuple(new.shape), tuple(given.shape)),
                 allowed=f"(N,) and (N, {self.output_dim})",
             )  # fmt: skip
+        if len(torch.unique(new)) < len(new):
+            raise ConfigError("a key is there twice", where=self.where, fix="pass each key once")
+        most = table.table.max_capacity
+        if most is not None and len(new) > most:
+            raise ConfigError("more keys than the table may hold", where=self.where, value=len(new), allowed=str(most),
+                              fix="raise max_capacity in dynamic=")  # fmt: skip
         own = table.export().keys
         table.erase(own[~torch.isin(own, new.to(own.device))])
         table.insert_or_assign(new.to(own.device), given.to(own.device))
