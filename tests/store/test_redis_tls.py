@@ -93,7 +93,7 @@ def test_a_certificate_that_does_not_fit_is_an_error(
 ) -> None:
     with pytest.raises(StoreError) as caught:
         RedisTier(getattr(servers, kind), "t", LAYOUT, cluster=kind == "cluster", tls=servers.options(**other))
-    if kind == "single":  # redis-py's client of a cluster tells that no node answered, and no more
+    if kind == "single":  # redis-py's cluster client reports only that no node answered
         assert re.search(told, str(caught.value))
     assert "redis.tls" in str(caught.value)
 

@@ -1,4 +1,4 @@
-"""What callers give metrics, checked: rows of a batch as tensors, columns of functions as arrays."""
+"""Checks of what metrics are given: rows of a batch as flat tensors, columns as arrays."""
 
 from __future__ import annotations
 

@@ -241,7 +241,8 @@ class CalibrationHistogram:
 
     def update(self, predictions: Tensor, labels: Tensor) -> None:
         """Add a batch of probabilities (B,) and labels (B,)."""
-        p, y = (one.double() for one in flat_rows(predictions, labels)[:2] if one is not None)
+        p, y, _ = flat_rows(predictions, labels)
+        p, y = p.double(), y.double()
         if not bool(torch.isfinite(p).all()):
             raise NumericsError("a prediction is not finite", where=type(self).__name__)
         place = (p * self.num_bins).long().clamp(0, self.num_bins - 1)
