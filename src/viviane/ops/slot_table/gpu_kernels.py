@@ -303,8 +303,8 @@ def swap_kernel(
 ):  # fmt: skip
     """Exchange rows between slots and host memory, in the order of their addresses.
 
-    Addresses rise, so that the programs together are at work in one region of host memory at a time. What is written
-    goes to the address that the same threads have read from.
+    Each program moves rows that follow one another, in a region of host memory of its own. What is written goes to the
+    address that the same threads have read from.
 
     Args:
         addresses: what `address_kernel` wrote.
@@ -320,10 +320,13 @@ def swap_kernel(
         programs = few
         if tl.program_id(0) >= few:
             stop = start
+    share = tl.cdiv(tl.cdiv(stop - start, block), programs) * block
+    first = start + tl.program_id(0) * share
+    last = tl.minimum(first + share, stop)
     w = tl.arange(0, width)[None, :]
-    for at in range(start + tl.program_id(0) * block, stop, programs * block):
+    for at in range(first, last, block):
         i = at + tl.arange(0, block)
-        here = i < stop
+        here = i < last
         address, writes = tl.load(addresses + i, mask=here, other=0), tl.load(is_dirty + i, mask=here, other=0)
         slot = tl.load(new_slots + i, mask=here, other=0) - first_slot
         for c in range(num_parts):
