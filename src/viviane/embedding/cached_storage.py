@@ -32,6 +32,7 @@ from viviane.embedding.tier_rows import MakeTier, TierRows, bytes_of
 from viviane.ops.capture import refuse_capture
 from viviane.ops.native.pages import advise_huge_pages
 from viviane.ops.row_update import Entries, Scratch, initial_state, norm_squared, sort_entries, state_shape
+from viviane.ops.slot_table import SWAP_PROGRAMS
 from viviane.store import ArrayTier, HostCacheTier, Tier, TierStats
 from viviane.store.slots import CacheFullError, Region
 from viviane.store.streams import TransferStreams
@@ -298,7 +299,8 @@ class CachedStorage(Storage):
 
     def _order_of(self, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Return slots by rising row id, and the entry that each came from."""
-        _, order = sort_entries(self._row_ids(slots), self.key_null + ZERO_ROWS)
+        spare = 0 if self.plans_on_host else SWAP_PROGRAMS
+        _, order = sort_entries(self._row_ids(slots), self.key_null + ZERO_ROWS, spare=spare)
         return slots[order.to(torch.int64)], order
 
     def _row_ids(self, slots: Tensor) -> Tensor:

@@ -225,10 +225,11 @@ def test_sorting_equals_a_stable_sort(device, count, bits):
     low, high = (-(2**31), 2**31 - 1) if bound is None else (0, bound)
     rows = torch.randint(low, high, (count,), generator=random(count)).to(torch.int32).to(device)
     rows[:: 3 if count % 2 else 5] = high - 1
-    found = gpu.sort_entries(rows, Scratch(), bound)
     truth = torch.sort(rows, stable=True)
-    assert torch.equal(found[0], truth[0])
-    assert torch.equal(found[1].to(torch.int64), truth[1])
+    for spare in (0, 16, 1000):
+        found = gpu.sort_entries(rows, Scratch(), bound, spare=spare)
+        assert torch.equal(found[0], truth[0])
+        assert torch.equal(found[1].to(torch.int64), truth[1])
 
 
 @pytest.mark.parametrize("dim", [1, 128] if ON_GPU else [1])

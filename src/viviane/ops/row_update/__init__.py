@@ -179,19 +179,21 @@ def prepare_rows(rows: Tensor, scratch: Scratch, bound: int | None = None) -> No
         implementation("row_update", rows.device).prepare_rows(rows, scratch, bound)
 
 
-def sort_entries(rows: Tensor, bound: int | None = None) -> tuple[Tensor, Tensor]:
+def sort_entries(rows: Tensor, bound: int | None = None, *, spare: int = 0) -> tuple[Tensor, Tensor]:
     """Sort rows, those of equal rows in the order of the entries: (N,) rising rows, and the entry that each came from.
 
     Args:
         rows: (N,), int32 or int64.
         bound: as in `Entries`.
+        spare: multiprocessors that a kernel of another stream holds for long: the blocks of the sort wait for one
+            another, and begin once all of them have a multiprocessor.
 
     Example:
         >>> [part.tolist() for part in sort_entries(torch.tensor([7, 2, 7]))]
         [[2, 7, 7], [1, 0, 2]]
     """
     if choose(rows.device) == "gpu":
-        found, order = implementation("row_update", rows.device).sort_entries(rows, Scratch(), bound)
+        found, order = implementation("row_update", rows.device).sort_entries(rows, Scratch(), bound, spare=spare)
         return found, order
     return torch.sort(rows, stable=True)
 

@@ -167,7 +167,7 @@ def _sorted(entries: Entries, scratch: Scratch) -> tuple[Tensor, Tensor]:
 
 
 def sort_entries(
-    rows: Tensor, scratch: Scratch, bound: int | None = None, *, beside: bool = False
+    rows: Tensor, scratch: Scratch, bound: int | None = None, *, beside: bool = False, spare: int = 0
 ) -> tuple[Tensor, Tensor]:
     """Sort rows, those of equal rows in the order of the entries; kept in the scratch until other rows come.
 
@@ -179,6 +179,7 @@ def sort_entries(
         scratch: of the table.
         bound: as in `Entries`.
         beside: whether other kernels are to run at the same time.
+        spare: multiprocessors to leave to a kernel that holds them for long.
 
     Returns:
         rows in rising order, and the entry that each came from, int32 or int64; (N,) each.
@@ -191,7 +192,7 @@ def sort_entries(
     kept, recorded = scratch.tensors.get(_SORTED[0]), is_capturing(rows.device)
     # What a graph sorts holds once it is replayed, and what was sorted before it is not sorted by its replays.
     if kept is None or recorded != scratch.recorded or not _same(kept, rows):
-        found, order = sort_rows(rows, bound, beside=beside)
+        found, order = sort_rows(rows, bound, beside=beside, spare=spare)
         scratch.tensors.update(zip(_SORTED, (rows, found, order), strict=True))
         scratch.recorded = recorded
     return scratch.tensors[_SORTED[1]], scratch.tensors[_SORTED[2]]

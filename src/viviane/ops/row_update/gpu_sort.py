@@ -227,13 +227,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) sort_rows(
 """
 
 
-def sort_rows(rows: Tensor, bound: int | None, *, beside: bool = False) -> tuple[Tensor, Tensor]:
+def sort_rows(rows: Tensor, bound: int | None, *, beside: bool = False, spare: int = 0) -> tuple[Tensor, Tensor]:
     """Sort rows; equal ones in their original order.
 
     Args:
         rows: (N,), int32 or int64.
         bound: of rows that are all 0 <= row < bound; None where that is not known.
         beside: leave half of each multiprocessor to kernels that run at the same time; takes a fourth longer alone.
+        spare: multiprocessors to leave to a kernel that holds them for long.
 
     Returns:
         rows in rising order, and the place that each came from, int32 or int64; (N,) each.
@@ -248,7 +249,7 @@ def sort_rows(rows: Tensor, bound: int | None, *, beside: bool = False) -> tuple
     count, device = len(rows), rows.device
     bits = 32 if bound is None else max(1, (bound - 1).bit_length())
     threads = _THREADS // 2 if beside else _THREADS
-    blocks, items, part = sort_shape(count, multiprocessors(device), threads)
+    blocks, items, part = sort_shape(count, max(1, multiprocessors(device) - spare), threads)
     passes = ceil_div(bits, _DIGIT_BITS)
     digit_bits = ceil_div(bits, passes)
     work = torch.empty(4 * count, dtype=torch.int32, device=device)

@@ -35,6 +35,7 @@ __all__ = [
     "MAX_ROWS",
     "NUM_AGES",
     "OLDEST",
+    "SWAP_PROGRAMS",
     "HostRows",
     "RowColumn",
     "SlotPlan",
@@ -54,6 +55,8 @@ ALWAYS_USED: Final = 2**31 - 1
 """In place of the stamp of a slot's last use, where its row stays."""
 MAX_ROWS: Final = 2**31 - 2
 """Of all tables together: -1 - a place is a number of 32 bits."""
+SWAP_PROGRAMS: Final = 16
+"""At most, of `SlotTable.swap` on a GPU. Each holds a multiprocessor for as long as rows move."""
 _ROWS_OF_BLOCK: Final = 32_768
 _SLOTS_OF_BLOCK: Final = 4096
 _PART_WORDS: Final = 512

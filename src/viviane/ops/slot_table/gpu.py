@@ -8,7 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
-from viviane.ops.slot_table import HALF_LIFE, HEAT, NUM_AGES, HostRows, SlotPlan, SlotTable
+from viviane.ops.slot_table import HALF_LIFE, HEAT, NUM_AGES, SWAP_PROGRAMS, HostRows, SlotPlan, SlotTable
 from viviane.ops.slot_table import gpu_kernels as kernels
 from viviane.ops.triton_parts.launch import ceil_div, on_device
 
@@ -16,12 +16,9 @@ _ENTRIES: Final = 1024
 _WORDS: Final = 1024
 """Words of a block of rows: 32 rows each."""
 _SLOTS: Final = 4096
-_PROGRAMS: Final = 8
-"""That keep a link to the host's memory at work."""
 _FEW_PROGRAMS: Final = 4
-_FEW_BYTES: Final = 96_000_000
-"""Up to so many bytes move by few programs. Each holds a multiprocessor that the products of a step wait for, and where
-rows lie far apart in host memory, more programs are not faster: neighbouring rows miss translations of addresses."""
+_FEW_BYTES: Final = 32_000_000
+"""Up to so many bytes move by few programs: each holds a multiprocessor that the matrix products of a step wait for."""
 _WARPS: Final = 16
 _WORDS_AT_ONCE: Final = 8192
 """That a program has on their way to the device, and as many on their way back."""
@@ -120,7 +117,7 @@ def swap(table: SlotTable, plan: SlotPlan, host: HostRows) -> None:
         )  # fmt: skip
         width = triton.next_power_of_2(host.widest)
         few_rows = (_FEW_BYTES if plan.new_rows.is_cuda else 4_000) // (4 * host.row_words)
-        many, few = (_PROGRAMS, _FEW_PROGRAMS) if plan.new_rows.is_cuda else (3, 2)
+        many, few = (SWAP_PROGRAMS, _FEW_PROGRAMS) if plan.new_rows.is_cuda else (3, 2)
         kernels.swap_kernel[(many,)](
             plan.new_slots, plan.addresses, plan.is_dirty, plan.starts, plan.report, host.parts, host.first_table,
             host.last_table, host.first_slot, len(host.parts), few_rows, few=few, aligned=host.aligned, width=width,
