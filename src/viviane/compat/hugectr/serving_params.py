@@ -113,6 +113,9 @@ class InferenceParams(Arguments):
 
     def __init__(self, *args: Any, **given: Any) -> None:
         super().__init__(*args, **given)
+        if self.max_batchsize < 1:
+            raise ConfigError("no size of a batch", where="InferenceParams, max_batchsize", value=self.max_batchsize,
+                              allowed="at least 1")  # fmt: skip
         if self.db_type not in (None, Database_t.Local, Database_t.ParallelLocal):
             raise ConfigError(
                 "a database of HugeCTR 3.1 and 3.2", where="InferenceParams, db_type", value=self.db_type,
