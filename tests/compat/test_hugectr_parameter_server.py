@@ -149,7 +149,7 @@ def test_databases_in_python_are_checked_alike(tables: Path) -> None:
     refused("same name", params(), params())
     for size in (0, -1):
         with pytest.raises(ConfigError, match=r"(?s)max_batchsize.*at least 1"):
-            params(max_batchsize=size)
+            InferenceParams("m", size)
     with pytest.raises(ConfigError, match="VIVIANE_REDIS_PASSWORD"):
         VolatileDatabaseParams(password="hunter2")
     with pytest.raises(ConfigError, match=r"(?s)db_type.*Local.*volatile_db"):
