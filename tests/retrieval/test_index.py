@@ -1,6 +1,8 @@
 """Indexes: what they find against exact search, their files, and what is refused."""
 
+import copy
 import importlib.util
+import pickle
 
 import numpy as np
 import pytest
@@ -35,6 +37,9 @@ def test_finds_the_nearest_and_survives_saving(kind, tmp_path):
     again = ItemIndex.load(tmp_path / "index", model="abc")
     assert again.recall == recall
     assert (again.search(queries, 10).items == found.items).all()
+    for copied in (pickle.loads(pickle.dumps(index)), copy.deepcopy(index)):
+        assert copied.recall == recall
+        assert (copied.search(queries, 10).items == found.items).all()
     # More than there are, from one query alone:
     few = again.search(queries[:1], 2000)
     assert few.items.shape == (1, 2000)

@@ -1,6 +1,8 @@
 """Recommenders: two stages end to end, hostile requests, files, threads, and the commands."""
 
+import copy
 import json
+import pickle
 import re
 import urllib.error
 import urllib.request
@@ -134,6 +136,10 @@ def test_saved_and_loaded_it_recommends_the_same(two_stage, tmp_path) -> None:
     assert (a.items == b.items).all()
     assert np.array_equal(a.scores, b.scores)
     assert (again.similar([5], 3).items == two_stage.both.similar([5], 3).items).all()
+    for copied in (pickle.loads(pickle.dumps(again)), copy.deepcopy(again)):
+        c = copied.recommend(asked, 5)
+        assert (c.items == a.items).all()
+        assert np.array_equal(c.scores, a.scores)
     two_stage.both.save(tmp_path / "made")  # an older one is replaced
     with pytest.raises(SchemaError, match="not in the catalogue"):
         again.similar([ITEMS], 3)

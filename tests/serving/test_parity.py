@@ -1,6 +1,8 @@
 """A session gives the bits of `Model.predict`, for every model and every form in which rows come."""
 
+import copy
 import json
+import pickle
 
 import numpy as np
 import pandas as pd
@@ -9,6 +11,7 @@ import pytest
 import torch
 from saved_models import MULTI_TASK, ZOO
 
+from viviane.core.errors import ConfigError
 from viviane.etl import FittedEtl
 from viviane.model import Model
 from viviane.serving import InferenceSession
@@ -130,3 +133,10 @@ def test_many_rows_are_computed_in_parts(models, raw) -> None:
     parts = InferenceSession(models.path("din"), device="cpu", max_batch_size=7).predict(rows)
     np.testing.assert_allclose(parts, whole, rtol=1e-6)
     assert InferenceSession(models.path("din"), device="cpu").predict([]).shape == (0,)
+
+
+def test_a_session_stays_in_its_process(models) -> None:
+    with InferenceSession(models.path("dlrm"), device="cpu") as session:
+        for copied in (pickle.dumps, copy.copy, copy.deepcopy):
+            with pytest.raises(ConfigError, match=r"(?s)cannot be copied or pickled.*open one in each process"):
+                copied(session)

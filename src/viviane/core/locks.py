@@ -167,6 +167,27 @@ def _busy(place: Path, holder: str) -> ConfigError:
     )
 
 
+class ThreadLock:
+    """A lock of threads that can be pickled: a copy of its owner has a lock of its own.
+
+    Example:
+        >>> with ThreadLock():
+        ...     pass
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+
+    def __reduce__(self) -> Any:
+        return ThreadLock, ()
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
 class ModelLock:
     """Lets one thread at a time train or evaluate a model: others wait for an evaluation, and are refused in training.
 

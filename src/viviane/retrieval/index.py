@@ -97,6 +97,12 @@ class ItemIndex:
         if self.settings.kind != "exact":
             self._search = FaissSearch(self.vectors, self.settings, self.device, _faiss)
 
+    def __reduce__(self) -> Any:
+        """Copy and pickle what `save` writes; faiss's own index as its bytes."""
+        faiss = self._search.to_bytes() if self._search is not None and self.settings.kind != "flat" else None
+        given = (self.vectors, self.ids, self.settings, self.num_items, self.model, str(self.device), faiss)
+        return _with_recall, (type(self), given, self.recall)
+
     def _check(self, num_items: int | None) -> None:
         if self.vectors.ndim != 2 or not self.vectors.size:
             raise SchemaError("an index needs vectors", value=self.vectors.shape, allowed="(n, d), n and d from 1")
@@ -235,6 +241,13 @@ class ItemIndex:
             ) from None
         index.recall = dict(content.recall)
         return index
+
+
+def _with_recall(kind: type[ItemIndex], given: tuple[Any, ...], recall: dict[str, float]) -> ItemIndex:
+    vectors, ids, settings, num_items, model, device, faiss = given
+    index = kind(vectors, ids, settings, num_items=num_items, model=model, device=device, _faiss=faiss)
+    index.recall = dict(recall)
+    return index
 
 
 def _read(path: Path, where: str) -> IndexFile:

@@ -13,7 +13,6 @@ All other columns, such as the user's age, come from the rows of the request.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from viviane.core.errors import SchemaError
+from viviane.core.locks import ThreadLock
 from viviane.model import Model
 from viviane.model.prediction import predict_rows
 from viviane.retrieval.candidates import Candidates, CandidateSource, in_order
@@ -92,7 +92,7 @@ class Ranker:
         if label is not None and label not in names:
             raise SchemaError("unknown label of the ranking model", value=label, allowed=", ".join(names))
         self.label = 0 if label is None else names.index(label)
-        self._lock = threading.Lock()
+        self._lock = ThreadLock()
 
     def scores(self, histories: Histories, items: Ids, rows: Any = None) -> NDArray[np.float32]:
         """Return the probability of each candidate, (B, K), minus infinity for none."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from numpy.typing import NDArray
 
 from viviane.core.files import file_sha256
 from viviane.core.locations import AnyPath
+from viviane.core.locks import ThreadLock
 from viviane.core.whole_numbers import whole_numbers
 from viviane.model import Model
 from viviane.model.saving import FILES_FILE, find_model
@@ -57,7 +57,7 @@ class VectorSource:
         self.name = name
         self.roles = Roles.of(model.schema)
         self.num_items = self.roles.num_items
-        self._lock = threading.Lock()
+        self._lock = ThreadLock()
         self.index = index if isinstance(index, ItemIndex) else build_index(model, index, items=items, version=version)
 
     def candidates(self, histories: Histories, k: int, rows: Any = None) -> Candidates:

@@ -129,6 +129,17 @@ class InferenceSession:
             self._open_tables(self.tables, model, warm_from)
         self.warm_up()
 
+    def __reduce__(self) -> Any:
+        """Refuse to be copied or pickled: threads, graphs and caches are this process's.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(
+            "a session cannot be copied or pickled", where=self.path,
+            fix="open one in each process: InferenceSession(path); any number of threads may share it",
+        )  # fmt: skip
+
     def _open_tables(self, tables: ServedTables, model: LoadedModel, before: InferenceSession | None) -> None:
         """Fill caches, and begin to follow updates."""
         try:
