@@ -202,6 +202,7 @@ FOREIGN_PRIVATE = {
     "_dynamo_marked_constant": "torch: marks a function whose result torch.compile may keep",
     "_modules": "torch.nn.Module", "_parameters": "torch.nn.Module", "_buffers": "torch.nn.Module",
     "_non_persistent_buffers_set": "torch.nn.Module",
+    "_compiled_call_impl": "torch.nn.Module: what Module.compile made",
     "_version": "torch.Tensor: counts writes in place",
     "_op": "torch._ops.OpOverload: its call, without a frame of Python", "_schema": "torch._ops.OpOverload",
     "_backward_hooks": "torch.Tensor", "_post_accumulate_grad_hooks": "torch.Tensor",

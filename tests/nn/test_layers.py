@@ -254,7 +254,7 @@ def test_shapes_that_do_not_fit_name_the_layer_and_what_is_allowed(name, paramet
     [
         ("MLP", {"num_outputs": [2, 3], "activations": ["relu"]}, "activations has 1 entries, num_outputs has 2"),
         ("MLP", {"num_outputs": [2], "batch_norm": True, "layer_norm": True}, "choose one"),
-        ("MLP", {"num_outputs": [0]}, "at least 1"),
+        ("MLP", {"num_outputs": [0]}, "greater than or equal to 1"),
         ("MultiCross", {"full_rank": True, "projection_dim": 2}, "choose one"),
         ("Reshape", {}, "exactly one"),
         ("Reshape", {"selected": [1], "time_step": 2}, "time_step needs leading_dim"),

@@ -310,6 +310,11 @@ def test_reasons_of_eager_steps(monkeypatch):
     assert reason(large, schema, size=MAX_ROWS + 1).startswith("eager so far")
     executor = large.stepper.recorded.executor(draw(schema, 0, MAX_ROWS + 1), 1, large.precision, None)
     assert type(executor) is HostExecutor
+    in_place = compiled(layers, schema)
+    in_place.module.compile(backend="eager", fullgraph=True)  # raises an error where its operators are recorded
+    executor = in_place.stepper.recorded.executor(draw(schema, 0), 1, in_place.precision, None)
+    assert type(executor) is HostExecutor
+    assert "is compiled by torch.compile" in in_place.stepper.recorded.describe()
 
 
 def test_a_program_that_gives_other_bits_is_not_used(monkeypatch):

@@ -9,13 +9,13 @@ import math
 from typing import cast
 
 import torch
-from pydantic import Field
 from torch import Tensor
 from torch.nn import functional as F
 
 from viviane.config.base import Settings
 from viviane.nn.init import Initializer
 from viviane.nn.registry import LAYERS, Layer, Shape
+from viviane.nn.rows import Size
 
 MASKED = -10000.0
 """What HugeCTR adds to the score of a masked place; it fits fp16, where minus infinity would turn into NaN."""
@@ -98,9 +98,9 @@ class SequenceMaskParameters(Settings):
         max_sequence_len: L, of HugeCTR's older form with one input (up to 4.3.0).
     """
 
-    max_sequence_len_from: int | None = Field(default=None, ge=1)
-    max_sequence_len_to: int | None = Field(default=None, ge=1)
-    max_sequence_len: int | None = Field(default=None, ge=1)
+    max_sequence_len_from: Size | None = None
+    max_sequence_len_to: Size | None = None
+    max_sequence_len: Size | None = None
 
 
 @LAYERS.register("SequenceMask")
@@ -156,7 +156,7 @@ class MultiHeadAttentionParameters(Settings):
             the attention's result.
     """
 
-    num_attention_heads: int = Field(default=1, ge=1)
+    num_attention_heads: Size = 1
     transpose_b: bool = False
     scores: bool = False
 

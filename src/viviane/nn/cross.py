@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from viviane.config.base import Settings
 from viviane.nn.init import Initializer, InitializerName
 from viviane.nn.registry import LAYERS, Layer, Shape
+from viviane.nn.rows import MAX_SIZE, Size
 from viviane.ops.cross_layers import cross_layers
 from viviane.ops.pair_sums import pair_sums
 
@@ -27,8 +28,8 @@ class MultiCrossParameters(Settings):
         full_rank: DCN v2 with a whole (n, n) matrix; leave projection_dim at 0.
     """
 
-    num_layers: int = Field(default=1, ge=1)
-    projection_dim: int = Field(default=0, ge=0)
+    num_layers: int = Field(default=1, ge=1, le=10_000)
+    projection_dim: int = Field(default=0, ge=0, le=MAX_SIZE)
     full_rank: bool = False
     weight_init_type: InitializerName = "default"
     bias_init_type: InitializerName = "default"
@@ -115,7 +116,7 @@ def _cross_vectors(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor
 class FmOrder2Parameters(Settings):
     """Parameters of `FmOrder2`: out_dim is the width d of one embedding."""
 
-    out_dim: int = Field(ge=1)
+    out_dim: Size
 
 
 @LAYERS.register("FmOrder2")
@@ -152,7 +153,7 @@ class FmOrder2(Layer):
 class WeightMultiplyParameters(Settings):
     """Parameters of `WeightMultiply`: weight_dims is [s, d]."""
 
-    weight_dims: tuple[int, int]
+    weight_dims: tuple[Size, Size]
     weight_init_type: InitializerName = "default"
 
 

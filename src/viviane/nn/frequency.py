@@ -11,6 +11,7 @@ from torch import Tensor
 from viviane.config.base import Settings
 from viviane.nn.init import Initializer
 from viviane.nn.registry import LAYERS, Layer, Shape
+from viviane.nn.rows import Size
 
 EMPTY_ID: Final = -(2**63)
 """Marks padding in a tensor of ids."""
@@ -26,7 +27,7 @@ class LogFrequencyParameters(Settings):
             behind the row's own item.
     """
 
-    num_buckets: int = Field(ge=1)
+    num_buckets: Size
     rate: float = Field(default=0.01, gt=0, le=1)
     first_counted: int = Field(default=0, ge=0)
 

@@ -12,6 +12,7 @@ from viviane.config.base import Settings
 from viviane.nn.init import Initializer
 from viviane.nn.linear import ActivationName, InnerProduct, InnerProductParameters
 from viviane.nn.registry import LAYERS, Layer, Shape
+from viviane.nn.rows import Size
 
 
 class FusedInnerProductParameters(InnerProductParameters):
@@ -63,7 +64,7 @@ class GroupFusedInnerProductParameters(Settings):
         last_act_type: activation of the last layer; all others have ReLU.
     """
 
-    num_outputs: tuple[int, ...] = Field(min_length=1)
+    num_outputs: tuple[Size, ...] = Field(min_length=1)
     last_act_type: ActivationName = "relu"
 
 

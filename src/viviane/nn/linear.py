@@ -13,6 +13,7 @@ from viviane.config.base import Settings
 from viviane.nn.init import Initializer, InitializerName
 from viviane.nn.norm import check_variance
 from viviane.nn.registry import LAYERS, Layer, Shape
+from viviane.nn.rows import Size
 from viviane.ops.linear import linear
 from viviane.ops.mlp import mlp, reason
 
@@ -35,7 +36,7 @@ def has_hooks(modules: Iterable[nn.Module]) -> bool:
 class InnerProductParameters(Settings):
     """Parameters of `InnerProduct`."""
 
-    num_output: int = Field(ge=1)
+    num_output: Size
     weight_init_type: InitializerName = "default"
     bias_init_type: InitializerName = "default"
 
@@ -85,7 +86,7 @@ class MLPParameters(Settings):
         batch_norm, layer_norm: normalise between the product and its activation.
     """
 
-    num_outputs: tuple[int, ...] = Field(min_length=1)
+    num_outputs: tuple[Size, ...] = Field(min_length=1)
     act_type: ActivationName = "relu"
     activations: tuple[ActivationName, ...] | None = None
     use_bias: bool = True
@@ -98,8 +99,6 @@ class MLPParameters(Settings):
 
     @model_validator(mode="after")
     def _check(self) -> MLPParameters:
-        if min(self.num_outputs) < 1:
-            raise ValueError("every width in num_outputs must be at least 1")
         for name in ("activations", "biases"):
             given = getattr(self, name)
             if given is not None and len(given) != len(self.num_outputs):

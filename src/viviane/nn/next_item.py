@@ -17,7 +17,7 @@ from viviane.nn.cross_entropy import as_float32
 from viviane.nn.frequency import EMPTY_ID
 from viviane.nn.init import Initializer
 from viviane.nn.registry import LAYERS, Layer, Shape
-from viviane.nn.rows import rows_of
+from viviane.nn.rows import Rows, rows_of
 
 
 @LAYERS.register("CausalMask")
@@ -135,6 +135,7 @@ class NextItemSoftmax(Layer):
         if fits:
             (length, width), (places, _) = shapes[2], shapes[3]
             fits = all(shape == (width,) for shape in shapes[:2]) and shapes[3][1] == width
+            fits = fits and rows_of(shapes[2]) == rows_of(shapes[3]) == Rows()
             fits = fits and all(shape == (places,) for shape in shapes[4:6])
             fits = fits and (places == length + 1 if full else places > length)
             if fits and len(shapes) == 7:

@@ -6,20 +6,19 @@ import math
 from typing import cast
 
 import torch
-from pydantic import Field
 from torch import Tensor
 from torch.nn import functional as F
 
 from viviane.config.base import Settings
 from viviane.nn.init import Initializer, InitializerName
 from viviane.nn.registry import LAYERS, Layer, Shape
-from viviane.nn.rows import rows_of, with_rows
+from viviane.nn.rows import Size, rows_of, with_rows
 
 
 class PairInnerProductParameters(Settings):
     """Parameters of `PairInnerProduct`, those of `InnerProduct`; "default" of the weight is its Xavier-normal too."""
 
-    num_output: int = Field(ge=1)
+    num_output: Size
     weight_init_type: InitializerName = "default"
     bias_init_type: InitializerName = "default"
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from viviane.config.base import Settings
 from viviane.nn.init import Initializer
 from viviane.nn.registry import LAYERS, Layer, Shape
+from viviane.nn.rows import Size
 from viviane.ops.pointwise_attention import pointwise_attention
 
 _BIAS_STD = 0.02
@@ -24,7 +25,7 @@ class PointwiseAttentionParameters(Settings):
         unit: time that counts as one, in the times' unit: 3600 for seconds where an hour is the finest difference.
     """
 
-    num_attention_heads: int = Field(default=1, ge=1)
+    num_attention_heads: Size = 1
     num_buckets: int = Field(default=32, ge=2, le=62)
     unit: int = Field(default=1, ge=1)
 

@@ -8,9 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Final, TypeAlias
+from typing import Annotated, Any, Final, TypeAlias
+
+from pydantic import Field
 
 Shape: TypeAlias = tuple[int, ...]
+MAX_SIZE: Final = 2**31 - 1
+"""Of a dimension that a layer's parameters name."""
+Size: TypeAlias = Annotated[int, Field(ge=1, le=MAX_SIZE)]
 
 
 @dataclass(frozen=True)

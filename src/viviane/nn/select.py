@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, cast
+from typing import Annotated, Literal, cast
 
 import torch
 from pydantic import Field
@@ -12,7 +12,7 @@ from viviane.config.base import Settings
 from viviane.core.errors import SchemaError
 from viviane.nn.init import Initializer
 from viviane.nn.registry import LAYERS, Layer, Shape
-from viviane.nn.rows import Rows, rows_of, with_rows
+from viviane.nn.rows import MAX_SIZE, Rows, rows_of, with_rows
 
 
 class SelectParameters(Settings):
@@ -51,7 +51,7 @@ class Select(Layer):
 class GatherParameters(Settings):
     """Parameters of `Gather`: numbers of the rows to keep."""
 
-    indices: tuple[int, ...] = Field(min_length=1)
+    indices: tuple[Annotated[int, Field(le=MAX_SIZE)], ...] = Field(min_length=1)
 
 
 @LAYERS.register("Gather")
@@ -124,8 +124,7 @@ class MatrixMultiply(Layer):
                 raise self.refuse(allowed)
             return [with_rows(b, rows_of(a))]
         rows = self.same_rows()
-        fits = {(2, 2): a[-1] == b[-2], (3, 3): a[:-2] == b[:-2] and a[-1] == b[-2], (1, 2): a[-1] == b[-2]}
-        if not fits.get((len(a), len(b)), False):
+        if (len(a), len(b)) not in ((2, 2), (3, 3), (1, 2)) or a[-1] != b[-2] or (len(a) == 3 and a[0] != b[0]):
             raise self.refuse(allowed)
         return [with_rows((*a[:-1], b[-1]), rows)]
 

@@ -14,7 +14,7 @@ from viviane.config.base import Settings
 from viviane.core.errors import SchemaError
 from viviane.nn.init import Initializer, InitializerName
 from viviane.nn.registry import LAYERS, Layer, Shape
-from viviane.nn.rows import rows_of, with_rows
+from viviane.nn.rows import Size, rows_of, with_rows
 
 
 class GRUParameters(Settings):
@@ -28,10 +28,10 @@ class GRUParameters(Settings):
         weight_init_type, bias_init_type: "default" is U(-1 / sqrt(n), 1 / sqrt(n)).
     """
 
-    num_output: int = Field(ge=1)
-    SeqLength: int | None = Field(default=None, ge=1)
-    vector_size: int | None = Field(default=None, ge=1)
-    batchsize: int | None = Field(default=None, ge=1)
+    num_output: Size
+    SeqLength: Size | None = None
+    vector_size: Size | None = None
+    batchsize: Size | None = None
     weight_init_type: InitializerName = "default"
     bias_init_type: InitializerName = "default"
 
@@ -105,7 +105,7 @@ class ScaleParameters(Settings):
     """Parameters of `Scale`: axis 0 repeats elements, axis 1 repeats rows; factor is the number of copies."""
 
     axis: int = Field(default=1, ge=0, le=1)
-    factor: int = Field(default=1, ge=1)
+    factor: Size = 1
 
 
 @LAYERS.register("Scale")

@@ -12,7 +12,7 @@ from torch import Tensor
 from viviane.config.base import Settings
 from viviane.nn.init import Initializer
 from viviane.nn.registry import LAYERS, Layer, Shape
-from viviane.nn.rows import Rows, rows_of, with_rows
+from viviane.nn.rows import Rows, Size, rows_of, with_rows
 
 
 class ConcatParameters(Settings):
@@ -61,8 +61,8 @@ class ReshapeParameters(Settings):
         shape: the result's shape without the batch; one entry may be -1.
     """
 
-    leading_dim: int | None = Field(default=None, ge=1)
-    time_step: int | None = Field(default=None, ge=1)
+    leading_dim: Size | None = None
+    time_step: Size | None = None
     selected: bool | tuple[int, ...] | None = None
     selected_slots: tuple[int, ...] | None = None
     shape: tuple[int, ...] | None = None
@@ -163,8 +163,8 @@ class Slice(Layer):
 
     def build(self, init: Initializer) -> list[Shape]:
         """Check the ranges against the input's width."""
-        *front, width = self.one_input()
-        ranges = cast(SliceParameters, self.settings).ranges
+        shape, ranges = self.one_input(), cast(SliceParameters, self.settings).ranges
+        *front, width = shape or (0,)
         if any(not 0 <= start < stop <= width for start, stop in ranges):
             raise self.refuse(f"ranges [start, stop) inside the last dimension, not {ranges}")
         return [(*front, stop - start) for start, stop in ranges]

@@ -130,6 +130,8 @@ def _module_reasons(step: TrainStep) -> Iterator[str]:
             yield f"a module ({kind.__name__}) has hooks, which a replay does not run"
         if not is_trusted(part.forward):
             yield f"the forward of a module ({kind.__name__}) was replaced"
+        if part._compiled_call_impl is not None:
+            yield f"a module ({kind.__name__}) is compiled by torch.compile"
 
 
 def is_observed() -> bool:
