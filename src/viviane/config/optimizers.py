@@ -87,7 +87,7 @@ class AdaGrad(_Optimizer):
     """AdaGrad: s += g^2; w -= lr g / (sqrt(s) + epsilon)."""
 
     type: Literal["adagrad"] = "adagrad"
-    initial_accumulator: float = Field(default=0.0, ge=0)
+    initial_accumulator: float = Field(default=0.0, ge=0, le=3.4e38)
     epsilon: float = Field(default=1e-7, gt=0)
     epsilon_inside_root: bool = False
     row_wise: bool = False
@@ -169,7 +169,7 @@ class Ftrl(_Optimizer):
     """Follow the regularized leader, proximal: unimportant weights become exactly zero (lambda1)."""
 
     type: Literal["ftrl"] = "ftrl"
-    initial_accumulator: float = Field(default=0.0, ge=0)
+    initial_accumulator: float = Field(default=0.0, ge=0, le=3.4e38)
     """What n, the sum of squares, begins with."""
     beta: float = Field(default=0.0, ge=0)
     lambda1: float = Field(default=0.0, ge=0)

@@ -103,7 +103,7 @@ class Solver(Settings):
     """Bit-identical results for the same seed, machine and library versions."""
     device: str = "auto"
     """"auto" (first GPU, else CPU), "cpu", "cuda", "cuda:1"."""
-    num_threads: int | None = Field(default=None, ge=1)
+    num_threads: int | None = Field(default=None, ge=1, le=4096)
     """CPU threads for torch; None: torch's default."""
     cuda_graph: bool | Literal["auto"] = "auto"
     """Capture the complete training step in a CUDA graph and replay it: "auto" does so on a GPU after a few batches of

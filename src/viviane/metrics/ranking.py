@@ -39,7 +39,10 @@ class StoredRows(Metric):
     """Stores scores, labels, weights and groups."""
 
     def __init__(self, k: int | None = None) -> None:
-        self.k = k
+        if k is not None and (not isinstance(k, int | np.integer) or isinstance(k, bool) or not 0 < k < 2**63):
+            raise ConfigError("not a number of rows", where=f"{type(self).__name__}, k", value=k,
+                              allowed="None, or a whole number from 1")  # fmt: skip
+        self.k = None if k is None else int(k)
         self.reset()
 
     def reset(self) -> None:

@@ -30,9 +30,9 @@ class SessionSettings(Settings):
     models made from a torch module."""
     max_batch_size: int | None = Field(default=None, ge=1, le=1 << 20)
     """Most rows computed at once; a request with more rows is computed in parts. None: 8192, on a GPU 65,536."""
-    num_threads: int = Field(default=1, ge=1)
+    num_threads: int = Field(default=1, ge=1, le=4096)
     """CPU threads that compute one request."""
-    instances: int | None = Field(default=None, ge=1)
+    instances: int | None = Field(default=None, ge=1, le=4096)
     """Requests that are computed at the same time; they share the weights, others wait. None: 1, on a GPU 2."""
     cuda_graphs: bool | Literal["auto"] = "auto"
     """Capture the forward pass in CUDA graphs for a ladder of batch sizes: "auto" does on a GPU where nothing prevents

@@ -69,8 +69,8 @@ class SyntheticConfig(Settings):
     """
 
     rows: int = Field(default=1_000_000, ge=0)
-    num_dense: int = Field(default=13, ge=0)
-    num_categorical: int | None = Field(default=None, ge=0)
+    num_dense: int = Field(default=13, ge=0, le=1_000_000)
+    num_categorical: int | None = Field(default=None, ge=0, le=1_000_000)
     cardinalities: tuple[int, ...] | None = None
     cardinality_range: tuple[int, int] = (4, 100_000)
     alpha: float = Field(default=1.1, ge=0, le=10)
