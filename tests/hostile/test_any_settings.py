@@ -78,17 +78,15 @@ def test_optimizers(kind: Any) -> None:
         model.compile(vv.Adam() if kind is vv.RowWiseAdam else kind(**given), kind(**given))
         model.trainer.train_step(batch)
 
-    assert any([works_or_refuses(step, field, value) for field, value in settings_of(kind)])
+    worked = [works_or_refuses(step, field, value) for field, value in settings_of(kind)]
+    assert any(worked)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ZOO)
 def test_models(name: str) -> None:
-    solver, batch, kind = (
-        vv.Solver(device="cpu", num_threads=1),
-        Batch.from_columns(SCHEMA, ROWS),
-        getattr(vv.zoo, name),
-    )
+    solver, batch = vv.Solver(device="cpu", num_threads=1), Batch.from_columns(SCHEMA, ROWS)
+    kind = getattr(vv.zoo, name)
 
     def step(**given: Any) -> None:
         compiled(solver, kind(**given)).trainer.train_step(batch)
@@ -120,11 +118,14 @@ def test_sessions_and_their_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         with vv.InferenceSession(folder, **{"device": "cpu", **given}) as session:
             session.predict(row)
 
+    def ask_tiers(**tables: Any) -> None:
+        ask(tables=tables)
+
     monkeypatch.chdir(tmp_path)
     for field, value in settings_of(SessionSettings):
         works_or_refuses(ask, field, value)
     for field, value in settings_of(TableSettings):
-        works_or_refuses(lambda **tables: ask(tables=tables), field, value)
+        works_or_refuses(ask_tiers, field, value)
 
 
 @pytest.mark.slow
