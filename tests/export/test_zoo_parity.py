@@ -44,7 +44,8 @@ def test_the_dense_part_alone_takes_vectors(name, tmp_path) -> None:
     model = made(recipe, schema)
     export(model, "torchscript" if name != "din" else "torch-export", tmp_path / "exported", dense_only=True)
     artifact = load(tmp_path / "exported")
-    assert {one.kind for one in artifact.inputs} <= {"dense", "one_hot", "values", "lengths", "vectors", "mask"}
+    kinds = {"dense", "one_hot", "values", "lengths", "weights", "vectors", "mask"}
+    assert {one.kind for one in artifact.inputs} <= kinds
     assert any(one.kind == "vectors" for one in artifact.inputs)
 
 
