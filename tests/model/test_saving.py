@@ -12,7 +12,8 @@ from viviane.config import AdaGrad, Adam, Solver
 from viviane.core.errors import CheckpointError, ConfigError, DataError, VivianeError
 from viviane.data import Dataset
 from viviane.etl import EtlConfig, run
-from viviane.model import Model, SparseEmbedding, read_model_file
+from viviane.model import DenseLayer, Model, SparseEmbedding, read_model_file
+from viviane.serving import InferenceSession
 from viviane.zoo import DLRM
 
 
@@ -104,6 +105,44 @@ def test_a_graph_of_the_same_length_is_an_altered_file(folder) -> None:
     with pytest.raises(CheckpointError, match="its check sum differs") as caught:
         Model.load(folder, device="cpu")
     assert "model.json" in str(caught.value)
+
+
+def resize(folder, name: str, old: str, new: str) -> None:
+    """Change a file of a model and list it again, as anyone can."""
+    text = (folder / name).read_text()
+    assert old in text
+    (folder / name).write_text(text.replace(old, new))
+    listed = json.loads((folder / "files.json").read_text())
+    content = (folder / name).read_bytes()
+    listed["files"][name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    (folder / "files.json").write_text(json.dumps(listed))
+
+
+def test_a_table_that_is_larger_than_its_weights_takes_no_memory(folder) -> None:
+    """At 2^31 ids a table of 4 columns takes 32 GiB."""
+    resize(folder, "schema.json", '"num_ids": 30', '"num_ids": 2147483646')
+    for load in (Model.load, InferenceSession):
+        with pytest.raises(CheckpointError, match="a table of the model has another size") as caught:
+            load(folder, device="cpu")
+        assert "'emb.user'" in str(caught.value)
+        assert "30 x 4" in str(caught.value)
+
+
+def test_a_layer_that_is_larger_than_all_weights_takes_no_memory(folder) -> None:
+    resize(folder, "model.json", "16", "300000000")
+    for load in (Model.load, InferenceSession):
+        with pytest.raises(ConfigError, match="a weight is larger than the file of all weights") as caught:
+            load(folder, device="cpu")
+        assert "layer 'deep'" in str(caught.value)
+
+
+def test_a_graph_that_got_more_nodes_is_not_bound_by_the_saved_weights(folder) -> None:
+    model = Model.blueprint(folder, device="cpu")
+    model.nodes.pop()
+    model.add(DenseLayer("wide", "MLP", bottom="x", num_outputs=[400, 1], act_type="none"))
+    model.add(DenseLayer("loss", "BinaryCrossEntropyLoss", bottom=["wide", "label"]))
+    model.compile()
+    assert model.module.wide.layers[0].weight.shape[0] == 400
 
 
 @pytest.mark.parametrize("name", ["../secret", "/etc/hostname", "..\\secret", "weights/../../secret", ""])

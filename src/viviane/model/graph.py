@@ -18,6 +18,7 @@ from viviane.model.nodes import DenseLayer, Input, Node, SparseEmbedding
 from viviane.nn import LAYERS, Layer, Loss, build_layer
 from viviane.nn.rows import BATCH, Rows, Shape, rows_of, with_rows
 from viviane.schema import CategoricalColumn, DenseColumn, LabelColumn, Schema
+from viviane.training.checkpoint.load import SavedSizes
 
 AnyTable: TypeAlias = TableConfig | DynamicTableConfig
 
@@ -86,17 +87,19 @@ class GraphPlan:
         return {name: size for own in self.tables.values() for name, size in own.memory.items()}
 
 
-def plan_graph(nodes: Sequence[Node], schema: Schema, *, seed: int = 0) -> GraphPlan:
+def plan_graph(nodes: Sequence[Node], schema: Schema, *, seed: int = 0, saved: SavedSizes | None = None) -> GraphPlan:
     """Check a graph against a schema, infer shapes, and build its layers; tables are not built yet.
 
     Args:
         nodes: an `Input` first, then the others, each after what it reads.
         schema: the data's columns.
         seed: of the layers' initial values, which depend besides on each layer's name and shape alone.
+        saved: sizes of the weights that will be loaded; a graph that asks for more is refused before it takes memory.
 
     Raises:
         ConfigError: a name occurs twice, a bottom is unknown, the loss is missing or misplaced.
         SchemaError: a column is unknown, or a layer cannot take its inputs' shapes.
+        CheckpointError: a table has another size in the saved weights.
     """
     plan = GraphPlan(tuple(nodes))
     if not nodes or not isinstance(nodes[0], Input):
@@ -114,10 +117,12 @@ def plan_graph(nodes: Sequence[Node], schema: Schema, *, seed: int = 0) -> Graph
         names.add(node.name)
         if isinstance(node, SparseEmbedding):
             _add_embedding(plan, node, schema)
+            if saved is not None:
+                _check_saved(plan.tables[node.name], saved)
             tops: tuple[str, ...] = node.top
             bottoms: tuple[str, ...] = (node.bottom,)
         else:
-            tops, bottoms = _add_layer(plan, node, schema, seed), node.bottom
+            tops, bottoms = _add_layer(plan, node, schema, seed, saved), node.bottom
         for bottom in bottoms:
             users[bottom].append(node.name)
         for top in tops:
@@ -238,7 +243,15 @@ def _feature(node: SparseEmbedding, column: CategoricalColumn) -> FeatureConfig:
     return FeatureConfig(name=column.name, table=column.table, combiner=node.combiner, max_length=length)
 
 
-def _add_layer(plan: GraphPlan, node: DenseLayer, schema: Schema, seed: int) -> tuple[str, ...]:
+def _check_saved(own: Tables, saved: SavedSizes) -> None:
+    for table in own.tables:
+        if isinstance(table, TableConfig):
+            saved.check_table(f"{own.node.name}.{table.name}", table.num_rows, table.dim)
+
+
+def _add_layer(
+    plan: GraphPlan, node: DenseLayer, schema: Schema, seed: int, saved: SavedSizes | None
+) -> tuple[str, ...]:
     """Build the layer and note its outputs' shapes; a loss is only checked."""
     where = f"layer {node.name!r} ({node.type})"
     inputs: list[Shape] = []
@@ -250,7 +263,8 @@ def _add_layer(plan: GraphPlan, node: DenseLayer, schema: Schema, seed: int) -> 
             _check_bottom(plan, bottom, where)
             inputs.append(plan.shapes[bottom])
     try:
-        layer = build_layer(node.type, node.params, inputs, seed=seed, name=node.name)
+        most_bytes = None if saved is None else saved.dense_bytes
+        layer = build_layer(node.type, node.params, inputs, seed=seed, name=node.name, most_bytes=most_bytes)
     except (RuntimeError, TypeError, OverflowError, MemoryError) as error:  # sizes that torch cannot have
         if isinstance(error, VivianeError):
             raise

@@ -33,11 +33,21 @@ from viviane.model.output_bias import base_rates, start_at_rates
 from viviane.model.plot import graph_svg
 from viviane.model.prediction import as_batches, as_dataset, opened, predict_rows, tensor_rows
 from viviane.model.publication import Publication
-from viviane.model.saving import ETL_FILE, ModelFile, find_model, load_weights, read_model, read_model_file, write_model
+from viviane.model.saving import (
+    ETL_FILE,
+    WEIGHTS,
+    ModelFile,
+    find_model,
+    load_weights,
+    read_model,
+    read_model_file,
+    write_model,
+)
 from viviane.model.summary import ModelSummary, summarize
 from viviane.parallel import join_processes
 from viviane.schema import Schema
 from viviane.training import Callback, EvaluationLines, History, Trainer
+from viviane.training.checkpoint.load import SavedSizes, saved_sizes
 from viviane.training.evaluation import choose_metrics
 from viviane.training.step.objective import LossTerm
 
@@ -81,6 +91,7 @@ class Model:
         self.etl: AnyPath | None = None
         """The fitted ETL of the data, where it is known: `save` takes it along, `predict(raw=True)` uses it."""
         self._own_module = module
+        self._saved_sizes: SavedSizes | None = None
         self._module: nn.Module | None = None
         self._terms: list[LossTerm] | None = None
         self._publications: list[Publication] = []
@@ -100,6 +111,7 @@ class Model:
             raise ConfigError("this model was made from a torch module; nothing can be added to it")
         if self._module is not None:
             raise ConfigError("the model is compiled; nothing can be added any more", fix="build another Model")
+        self._saved_sizes = None
         if isinstance(node, Input | SparseEmbedding | DenseLayer):
             self.nodes.append(node)
         elif hasattr(node, "nodes"):
@@ -110,7 +122,7 @@ class Model:
 
     def plan(self) -> GraphPlan:
         """Check the graph against the schema and infer all shapes, without making tables."""
-        return plan_graph(self.nodes, self.schema, seed=self.solver.seed)
+        return plan_graph(self.nodes, self.schema, seed=self.solver.seed, saved=self._saved_sizes)
 
     def compile(
         self,
@@ -549,6 +561,7 @@ class Model:
         model.nodes.extend(content.nodes)
         model.optimizer, model.embedding_optimizer = content.optimizer, content.embedding_optimizer
         model.metrics = content.metrics
+        model._saved_sizes = saved_sizes(path / WEIGHTS) if module is None else None
         model.etl = path / ETL_FILE if (path / ETL_FILE).exists() else None
         return model
 

@@ -67,6 +67,7 @@ class LogFrequency(Layer):
         settings = cast(LogFrequencyParameters, self.settings)
         if settings.first_counted >= places:
             raise self.refuse(f"ids (B, S), S > {settings.first_counted}, the first place that counts")
+        init.check_size("last_seen", 2 * (settings.num_buckets + 1))
         # One bucket more takes the empty places.
         self.register_buffer("running_interval", torch.zeros(settings.num_buckets + 1))
         self.register_buffer("running_count", torch.zeros(settings.num_buckets + 1))

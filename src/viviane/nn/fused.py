@@ -90,7 +90,7 @@ class GroupFusedInnerProduct(Layer):
         last = len(settings.num_outputs) - 1
         for index, width in enumerate(settings.num_outputs):
             act = settings.last_act_type if index == last else "relu"
-            own = Initializer(init.seed, f"{init.layer}.{index}")
+            own = Initializer(init.seed, f"{init.layer}.{index}", init.most_bytes)
             parameters = FusedInnerProductParameters(num_output=width, act_type=act, pos_type="tail")
             self.layers.append(FusedInnerProduct([shape], parameters, init=own, name=f"{self.name}.{index}"))
             shape = (width,)

@@ -9,6 +9,7 @@ import torch
 from pydantic import BeforeValidator
 from torch import Tensor, nn
 
+from viviane.core.errors import ConfigError
 from viviane.core.seeds import derive_seed
 
 HUGECTR_NAMES: Final = {
@@ -36,6 +37,10 @@ class Initializer:
     Args:
         seed: the run's seed.
         layer: the layer's name.
+        most_bytes: of one weight; None: no limit.
+
+    Raises:
+        ConfigError: a weight would be larger.
 
     Example:
         >>> a = Initializer(1, "mlp").uniform("weight", (2, 3), 0.5)
@@ -43,31 +48,46 @@ class Initializer:
         True
     """
 
-    def __init__(self, seed: int, layer: str) -> None:
+    def __init__(self, seed: int, layer: str, most_bytes: int | None = None) -> None:
         self.seed = seed
         self.layer = layer
+        self.most_bytes = most_bytes
+
+    def check_size(self, parameter: str, numbers: int) -> None:
+        """Refuse a weight or buffer of so many numbers if it would be larger than `most_bytes`."""
+        size = numbers * torch.get_default_dtype().itemsize
+        if self.most_bytes is not None and size > self.most_bytes:
+            raise ConfigError(
+                "a weight is larger than the file of all weights", where=f"layer {self.layer!r}, {parameter}",
+                value=f"{size} bytes", allowed=f"at most {self.most_bytes} bytes",
+                fix="use another copy of the model",
+            )  # fmt: skip
+
+    def _empty(self, parameter: str, shape: tuple[int, ...]) -> Tensor:
+        self.check_size(parameter, math.prod(shape))
+        return torch.empty(shape)
 
     def _generator(self, parameter: str) -> torch.Generator:
         return torch.Generator().manual_seed(derive_seed(self.seed, "init", self.layer, parameter))
 
     def uniform(self, parameter: str, shape: tuple[int, ...], bound: float) -> nn.Parameter:
         """Draw from U(-bound, bound)."""
-        values = torch.empty(shape).uniform_(-bound, bound, generator=self._generator(parameter))
+        values = self._empty(parameter, shape).uniform_(-bound, bound, generator=self._generator(parameter))
         return nn.Parameter(values)
 
     def normal(self, parameter: str, shape: tuple[int, ...], std: float) -> nn.Parameter:
         """Draw from N(0, std^2)."""
-        return nn.Parameter(torch.empty(shape).normal_(0.0, std, generator=self._generator(parameter)))
+        return nn.Parameter(self._empty(parameter, shape).normal_(0.0, std, generator=self._generator(parameter)))
 
     def truncated_normal(self, parameter: str, shape: tuple[int, ...], std: float) -> nn.Parameter:
         """Draw from N(0, std^2), cut at two standard deviations."""
-        values: Tensor = torch.empty(shape)
+        values = self._empty(parameter, shape)
         nn.init.trunc_normal_(values, 0.0, std, -2 * std, 2 * std, generator=self._generator(parameter))
         return nn.Parameter(values)
 
     def constant(self, shape: tuple[int, ...], value: float = 0.0) -> nn.Parameter:
         """Return a constant weight."""
-        return nn.Parameter(torch.full(shape, value))
+        return nn.Parameter(self._empty("a constant", shape).fill_(value))
 
     def weight(
         self, parameter: str, shape: tuple[int, ...], kind: InitializerName, *, fan_in: int, fan_out: int

@@ -113,7 +113,13 @@ LAYERS: Registry[type[Layer]] = Registry("layer")
 
 
 def build_layer(
-    kind: str, parameters: Mapping[str, Any], in_shapes: Sequence[Shape], *, seed: int = 0, name: str | None = None
+    kind: str,
+    parameters: Mapping[str, Any],
+    in_shapes: Sequence[Shape],
+    *,
+    seed: int = 0,
+    name: str | None = None,
+    most_bytes: int | None = None,
 ) -> Layer:
     """Build a layer from its registered name and plain parameters.
 
@@ -123,9 +129,11 @@ def build_layer(
         in_shapes: shapes of the inputs without the batch dimension.
         seed: seed of the initial values; each weight draws from (seed, name, weight).
         name: the layer's name in the graph.
+        most_bytes: of one weight; None: no limit.
 
     Raises:
-        ConfigError: unknown layer or parameter. SchemaError: shapes that do not fit.
+        ConfigError: unknown layer or parameter, or a weight would be larger than `most_bytes`.
+        SchemaError: shapes that do not fit.
 
     Example:
         >>> build_layer("MLP", {"num_outputs": [8, 4]}, [(13,)]).out_shapes
@@ -136,4 +144,4 @@ def build_layer(
         settings = layer.Parameters(**parameters)
     except TypeError as error:
         raise ConfigError("layer parameters must have text keys", where=f"layer {name!r}", value=parameters) from error
-    return layer(in_shapes, settings, init=Initializer(seed, name or kind), name=name or kind)
+    return layer(in_shapes, settings, init=Initializer(seed, name or kind, most_bytes), name=name or kind)

@@ -20,7 +20,6 @@ from viviane.embedding.config import ZeroInit
 from viviane.embedding.int8_tables import quantize_tables
 from viviane.embedding.module_parts import collections_of
 from viviane.model import Model
-from viviane.model.graph import plan_graph
 from viviane.model.losses import terms
 from viviane.model.module import GraphModule
 from viviane.model.saving import PUBLISHED_FILE, WEIGHTS, find_model, load_weights
@@ -105,7 +104,7 @@ def load_model(
     if tables is not None:
         served = _served(find_model(folder), blueprint, tables, version, is_graph=module is None)
     if module is None:
-        plan = plan_graph(blueprint.nodes, schema, seed=solver.seed)
+        plan = blueprint.plan()
         loss_terms = terms(plan.losses, schema)
         strict = {name for one in plan.tables.values() for name in _strict(one.tables, one.features)}
         make: Any = _tables if served is None else served.make

@@ -70,6 +70,11 @@ class IncrementedTable(SavedTable):
                     allowed=str((len(keys), columns)),
                 )  # fmt: skip
 
+    def check_files(self) -> None:
+        """Compare the shapes in the files of the table and of its base with their manifests, see `SavedTable`."""
+        self._base.check_files()
+        super().check_files()
+
     def meta(self, name: str) -> tuple[bool, torch.dtype]:
         """Return whether a tensor has one element per column, and its type."""
         return self._base.meta(name)

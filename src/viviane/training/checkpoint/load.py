@@ -6,6 +6,7 @@ The format is logical: tables and parameters by name, in their full shape, indep
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,7 +22,7 @@ from viviane.optim import DenseOptimizer
 from viviane.parallel import Group
 from viviane.training.checkpoint.dense_state import dense_tensors, restore_optimizer
 from viviane.training.checkpoint.group_results import on_all_ranks
-from viviane.training.checkpoint.increments import needed_files
+from viviane.training.checkpoint.increments import needed_files, open_table
 from viviane.training.checkpoint.manifest import (
     DENSE_FILE,
     HISTORY_FILE,
@@ -89,6 +90,49 @@ def load_checkpoint(
     history = _history(path / HISTORY_FILE) if HISTORY_FILE in manifest.files else []
     saved_tables = {table.full: content for table, content in tables}
     return Progress(manifest.step, manifest.epoch, dict(manifest.progress), tensors, history, saved_tables)
+
+
+@dataclass(frozen=True)
+class SavedSizes:
+    """How large the tables and dense weights in the files of a checkpoint are: a model that loads it is not larger.
+
+    Args:
+        where: the checkpoint.
+        tables: rows and columns of the tables with a fixed number of rows, by "<collection>.<table>".
+        dense_bytes: of the file of all dense weights.
+    """
+
+    where: str
+    tables: Mapping[str, tuple[int, ...]]
+    dense_bytes: int
+
+    def check_table(self, full: str, num_rows: int, dim: int) -> None:
+        """Refuse a table of another size before it takes memory.
+
+        Raises:
+            CheckpointError: the checkpoint lacks the table, or it has another size there.
+        """
+        found = self.tables.get(full)
+        if found != (num_rows, dim):
+            raise CheckpointError(
+                "a table of the model has another size in its weights", where=f"{self.where}, table {full!r}",
+                value="absent" if found is None else f"{found[0]} x {found[1]}", allowed=f"{num_rows} x {dim}",
+                fix="use another copy of the model",
+            )  # fmt: skip
+
+
+def saved_sizes(folder: Path) -> SavedSizes:
+    """Read the shapes of a checkpoint's tables from their files, without their rows.
+
+    Raises:
+        CheckpointError: a file is missing, or its tensors differ from the manifest; the dense weights were altered.
+    """
+    manifest = read_manifest(folder)
+    fixed = {full: entry.weight.shape for full, entry in manifest.tables.items() if not entry.is_dynamic}
+    for full in fixed:
+        open_table(folder, manifest, full).check_files()
+    verify_files(folder, manifest, [DENSE_FILE])
+    return SavedSizes(str(folder), fixed, manifest.files[DENSE_FILE].bytes)
 
 
 def load_dense_weights(path: Path, module: nn.Module, manifest: Manifest) -> None:

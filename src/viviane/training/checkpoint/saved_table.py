@@ -68,6 +68,15 @@ class SavedTable:
                     value=tuple(found[name].shape) if name in found else "absent", allowed=str(shape),
                 )  # fmt: skip
 
+    def check_files(self) -> None:
+        """Compare the shapes in the table's files with the manifest; rows are not read.
+
+        Raises:
+            CheckpointError: a file is missing, or its tensors differ from the manifest.
+        """
+        for shard in self._shards:
+            self.tensors(shard)
+
     def content(self) -> dict[str, Tensor]:
         """Return all tensors of a table that has one file; for a dynamic table also its keys and their counters."""
         return self.tensors(self._shards[0])
