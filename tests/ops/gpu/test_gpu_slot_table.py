@@ -1,5 +1,6 @@
 """Slots planned by a GPU: the same state, bit for bit, as the reference's, on any sequence of batches."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -176,6 +177,23 @@ def test_a_batch_may_be_planned_before_the_rows_of_the_last_one_have_moved(
     truth, found = (model.state() for model in models)
     assert all(torch.equal(one, found[name]) for name, one in truth.items())
     assert found["moved"][1] > 0
+
+
+def test_replayed_plans_give_the_bits_of_launched_ones(device: torch.device) -> None:
+    """On a stream of their own plans of one size are recorded; on the default stream all are launched."""
+    truth, found = Model(torch.device("cpu"), "reference"), Model(device, "gpu")
+    rng = torch.Generator().manual_seed(11)
+    with torch.cuda.stream(torch.cuda.Stream()) if device.type == "cuda" else nullcontext():
+        for stamp in range(1, 25):
+            rows = draw(rng, [120, 120, 30][stamp % 3], torch.int64)
+            changed = torch.randperm(len(rows), generator=rng)[: len(rows) // 2]
+            guard = max(1, stamp - stamp % 2)
+            report, _ = truth.step(rows, stamp, guard, changed)
+            assert found.step(rows, stamp, guard, changed)[0] == report, stamp
+            own = found.state()
+            assert all(torch.equal(one, own[name]) for name, one in truth.state().items()), stamp
+    # Two sizes, each in the memory of two plans.
+    assert len(found.table.scratch.graphs) == (4 if device.type == "cuda" else 0)
 
 
 def test_a_batch_that_does_not_fit_changes_nothing(device: torch.device) -> None:

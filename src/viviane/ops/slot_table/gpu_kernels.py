@@ -40,12 +40,15 @@ def _note_use(used, heat, slot, here, stamp, one: tl.constexpr, half_life: tl.co
     tl.store(heat + slot, _cooled(before, stamp - last, half_life) + one, mask=first)
 
 
-@triton.jit(do_not_specialize=["stamp", "count", "num_tables"])
+@triton.jit(do_not_specialize=["stamp", "guard", "count", "num_tables"])
 def find_kernel(
-    rows, slots, slot_of, used, heat, wanted, counts, first_rows, first_bits, stamp, count, num_tables,
+    rows, slots, slot_of, used, heat, wanted, counts, first_rows, first_bits, clock, stamp, guard, count, num_tables,
     one: tl.constexpr, half_life: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
-    """Write the slots that rows have, note their use, and collect the places of rows that have none."""
+    """Write the slots that rows have, note their use, and collect the places of rows that have none.
+
+    Stamp and guard go to `clock` for the kernels that follow, which may be recorded in a CUDA graph.
+    """
     n = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     here = n < count
     row = tl.load(rows + n, mask=here, other=0).to(tl.int64)
@@ -63,6 +66,8 @@ def find_kernel(
         tl.atomic_add(counts + 1, number.to(tl.int64), sem="relaxed")
     if tl.program_id(0) == 0:
         tl.atomic_add(counts, tl.full([], 0, tl.int64) + count, sem="relaxed")
+        tl.store(clock, tl.full([], 0, tl.int32) + stamp)
+        tl.store(clock + 1, tl.full([], 0, tl.int32) + guard)
 
 
 @triton.jit
@@ -86,15 +91,16 @@ def _age(owner, used, heat, slot, here, stamp, guard, ages: tl.constexpr, half_l
     return tl.where(here, age, 0)
 
 
-@triton.jit(do_not_specialize=["stamp", "guard"])
+@triton.jit
 def count_ages_kernel(
-    blocks, owner, used, heat, found, classes, stamp, guard, ages: tl.constexpr, half_life: tl.constexpr,
+    blocks, owner, used, heat, found, classes, clock, ages: tl.constexpr, half_life: tl.constexpr,
     block: tl.constexpr,
 ):  # fmt: skip
     """Write the age of each slot of a block, and add their numbers to those of its table, (T, ages)."""
     at = blocks + tl.program_id(0) * 3
     table, first, count = tl.load(at), tl.load(at + 1), tl.load(at + 2)
     j = tl.arange(0, block)
+    stamp, guard = tl.load(clock), tl.load(clock + 1)
     age = _age(owner, used, heat, first + j, j < count, stamp, guard, ages, half_life)
     tl.store(classes + first + j, age.to(tl.uint8), mask=j < count)
     number = tl.arange(0, ages)
@@ -231,10 +237,10 @@ def list_places_kernel(words, blocks, stops, report, row_at, places, rows, block
         word ^= lowest
 
 
-@triton.jit(do_not_specialize=["stamp"])
+@triton.jit
 def give_slots_kernel(
     new_rows, new_places, new_slots, old_rows, is_dirty, report, slot_of, row_at, owner, kept, used, heat, dirty,
-    stamp, one: tl.constexpr, block: tl.constexpr,
+    clock, one: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
     """Hand the chosen slots over; a changed row that loses its slot exchanges places with the one that gets it."""
     i = tl.program_id(0) * block + tl.arange(0, block)
@@ -251,7 +257,7 @@ def give_slots_kernel(
     tl.store(row_at + keeps, row.to(tl.int32), mask=writes)
     tl.store(kept + slot, place.to(tl.int32), mask=here & ~writes)
     tl.store(owner + slot, row, mask=here)
-    tl.store(used + slot, tl.full([block], 0, tl.int32) + stamp, mask=here)
+    tl.store(used + slot, tl.full([block], 0, tl.int32) + tl.load(clock), mask=here)
     tl.store(heat + slot, tl.full([block], one, tl.int32), mask=here)
     tl.store(dirty + slot, writes.to(tl.uint8), mask=here)  # what is at the place that it keeps is not this row
 
