@@ -4,9 +4,10 @@
 
 Ten tables x 128 columns, 1,048,570 ids, lookup, backward and update, by the clock in a loop without waiting, once every
 row has been written to host memory and the cache holds what it will; the same with all rows in the GPU's memory beside
-it. With Adam a row brings its state. Ids are numbered by frequency, as the ETL does, or spread over their table. Of
-uniform ids nearly all rows are missing. The floor is the time of missing rows at 31 GB/s each way, which sorted rows
-reached in an earlier measurement: where rows are long, the cache comes below it.
+it. An iteration is run from Python, or its lookup, backward and update are one CUDA graph, as in training: slots are
+planned before each replay. With Adam a row brings its state. Ids are numbered by frequency, as the ETL does, or spread
+over their table. Of uniform ids nearly all rows are missing. The floor is the time of missing rows at 31 GB/s each way,
+which sorted rows reached in an earlier measurement: where rows are long, the cache comes below it.
 
 The training step of one-hot DLRM, captured in a CUDA graph, with 10% of all rows on the GPU, beside the same step with
 all of them there; every batch is another one, announced ahead as `fit` does.
@@ -32,8 +33,10 @@ from record import record
 from tiers import by_frequency, spread
 from train_gpu import DIM as DLRM_DIM
 from train_gpu import dlrm, draw, schema_of
+from viviane.batch import Batch, Layout
 from viviane.config import SGD, Adam
 from viviane.embedding import CachedStorage, CacheSettings, EmbeddingCollection, FeatureConfig, TableConfig
+from viviane.training.graph.static_batch import StaticBatch
 from viviane.training.look_ahead import LookAhead
 from viviane.training.tier_counts import tier_counts
 
@@ -91,6 +94,66 @@ def iterations(emb: EmbeddingCollection, draw: Callable[[], torch.Tensor], count
     return seconds / count
 
 
+class CapturedIteration:
+    """Lookup, backward and update in a CUDA graph, which is replayed for one batch after another as `fit` does.
+
+    Args:
+        emb: the tables; every batch that they are called with has the shape of `like`.
+        like: an example.
+    """
+
+    def __init__(self, emb: EmbeddingCollection, like: Batch) -> None:
+        self._static = StaticBatch(like, [emb])
+        gradient = torch.full((like.size, TABLES * DIM), 1e-3, device=DEVICE)
+        rate = torch.full((), 0.01, dtype=torch.float64, device=DEVICE)
+        self._graph = torch.cuda.CUDAGraph()
+        self._words = torch.zeros(self._static.width, dtype=torch.int64, device=DEVICE)
+
+        def run() -> None:
+            with self._static.looked_up():
+                emb(self._static.batch).flat.backward(gradient)
+                emb.step(rate)
+
+        run()
+        with torch.cuda.graph(self._graph):
+            self._static.fill(self._words)
+            run()
+
+    def __call__(self, batch: Batch) -> None:
+        sources = self._static.sources(batch)
+        words = torch.tensor(self._static.words(sources), dtype=torch.int64).pin_memory()
+        self._words.copy_(words, non_blocking=True)
+        self._graph.replay()
+        sources.release()
+
+
+def replays(emb: EmbeddingCollection, draw: Callable[[], torch.Tensor], count: int, run: CapturedIteration) -> float:
+    """Do what `iterations` does with replays of a CUDA graph."""
+    batches = [batch_of(emb, draw()) for _ in range(count + AHEAD)]
+    announced = 0
+    while announced < AHEAD and emb.resolve_ahead(batches[announced]):
+        announced += 1
+    _wait()
+    start = time.perf_counter()
+    for i in range(count):
+        while announced <= i + AHEAD and emb.resolve_ahead(batches[announced]):
+            announced += 1
+        run(batches[i])
+        emb.forget_ahead(batches[i])
+        announced = max(announced, i + 1)
+    _wait()
+    seconds = time.perf_counter() - start
+    emb.end_ahead()
+    emb.check()
+    return seconds / count
+
+
+def batch_of(emb: EmbeddingCollection, keys: torch.Tensor) -> Batch:
+    """Return keys (TABLES, IDS) as a batch on the device."""
+    none = torch.empty(IDS, 0, device=DEVICE)
+    return Batch(Layout((), (), tuple(emb.features), ()), none, none, keys.T.contiguous().to(DEVICE))
+
+
 def fill(emb: EmbeddingCollection) -> None:
     """Write all rows to host memory, as they are after an epoch: first values and first pages are no steady state."""
     for storage in emb.all_storages():
@@ -133,6 +196,11 @@ def measure(case: str, rows: int, optimizer: Any, law: str, goal: float | None, 
     before = missing_bytes(emb)
     rounds = [iterations(emb, draw, REPEATS) * 1e3 for _ in range(ROUNDS)]
     floor = (missing_bytes(emb) - before) / (ROUNDS * (REPEATS + AHEAD)) / LINK
+    captured = None
+    if DEVICE == "cuda":
+        run = CapturedIteration(emb, batch_of(emb, draw()))
+        captured = [replays(emb, draw, REPEATS, run) * 1e3 for _ in range(ROUNDS + 1)][1:]
+        del run
     del emb
     whole = collection(rows, optimizer, None)
     iterations(whole, draw, 3)
@@ -143,6 +211,13 @@ def measure(case: str, rows: int, optimizer: Any, law: str, goal: float | None, 
         goal=goal, floor=round(floor * 1e3, 3), shape=shape,
         peer_published=None if peer is None else FBGEMM.format(peer),
     )  # fmt: skip
+    if captured is not None:
+        low, replayed, high = (round(float(value), 3) for value in np.percentile(captured, [20, 50, 80]))
+        record(
+            bench="tiers_gpu", case=case, metric="iteration in a CUDA graph", value=replayed, unit="ms",
+            spread=(low, high), better="lower", goal=goal, floor=round(floor * 1e3, 3), shape=shape,
+            peer_published=None if peer is None else FBGEMM.format(peer),
+        )  # fmt: skip
     record(
         bench="tiers_gpu", case=case, metric="speed, of all rows on the device", value=round(alone / cached, 3),
         unit="x", better="higher", shape=shape,
