@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import random
+from contextlib import suppress
 from numbers import Real
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 import torch
 
@@ -23,6 +25,28 @@ _OVERLAPS = (
     "use_holistic_cuda_graph", "use_overlapped_pipeline", "is_dlrm", "enable_tf32_compute", "grouped_all_reduce",
     "perf_logging",
 )  # fmt: skip
+
+
+_CALLBACK_METHODS: Final = {"on_training_start": 0, "on_training_end": 1, "on_eval_start": 1, "on_eval_end": 2}
+"""How many arguments fit gives to the methods of a callback."""
+
+
+def _check_callback(callback: Any) -> None:
+    for name, count in _CALLBACK_METHODS.items():
+        method = getattr(callback, name, None)
+        fits = callable(method) and not isinstance(callback, type)
+        with suppress(ValueError):  # a function that was compiled may have no signature
+            try:
+                if fits:
+                    inspect.signature(method).bind(*range(count))
+            except TypeError:
+                fits = False
+        if not fits:
+            raise ConfigError(
+                "a callback must be an object with the methods of TrainingCallback",
+                where=f"CreateSolver, training_callbacks, {name} with {count} argument(s)", value=callback,
+                fix="derive its class from hugectr.TrainingCallback and pass an object of it",
+            )  # fmt: skip
 
 
 class Solver(Arguments):
@@ -59,6 +83,8 @@ class Solver(Arguments):
                     "metrics_spec must map metrics to thresholds", where="CreateSolver", value=(metric, limit),
                     fix="write {hugectr.MetricsType.AUC: 0.8}",
                 )  # fmt: skip
+        for callback in self.training_callbacks:
+            _check_callback(callback)
 
     def to_viviane(self) -> settings.Solver:
         """Return the settings of Viviane's trainer; the scheduler supplies the learning rate of each step."""
