@@ -1,6 +1,6 @@
 """The largest model that trains on this machine: DLRM whose tables fill the memory of GPU and host, or its disk, too.
 
-    python benchmarks/largest_model.py [--gib 100] [--cache-gib 40] [--host-gib GIB --folder DISK] [--small]
+    python benchmarks/largest_model.py [--gib GIB] [--cache-gib GIB] [--host-gib GIB --folder DISK] [--small]
 
 Tables of 26 one-hot columns have equally many rows of 128 float32 numbers. Without --host-gib all rows lie in host
 memory, and the GPU holds some of them. With it, host memory holds as many as fit, and files in --folder the others, of
@@ -19,6 +19,7 @@ import torch
 
 from record import record
 from train_gpu import DIM, dlrm, draw, schema_of
+from viviane.core.machine import free_memory
 from viviane.training.look_ahead import LookAhead
 from viviane.training.tier_counts import tier_counts
 
@@ -62,8 +63,8 @@ def train(given: argparse.Namespace) -> tuple[int, list[float]]:
 def main() -> None:
     """Train and record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gib", type=float, default=100.0, help="of the tables' rows")
-    parser.add_argument("--cache-gib", type=float, default=40.0, help="of the GPU's memory, for rows")
+    parser.add_argument("--gib", type=float, help="of the tables' rows; by default 3/4 of the free host memory")
+    parser.add_argument("--cache-gib", type=float, help="of the GPU's memory, for rows; by default a third of it")
     parser.add_argument("--host-gib", type=float, default=None, help="of host memory, where rows lie in files, too")
     parser.add_argument("--folder", default=None, help="of these files")
     parser.add_argument("--steps", type=int, default=60)
@@ -72,6 +73,10 @@ def main() -> None:
     if not torch.cuda.is_available():
         print("no GPU here: nothing measured")
         return
+    if given.gib is None:
+        given.gib = 1.0 if given.small else 0.75 * (free_memory() or 0) / GIB
+    if given.cache_gib is None:
+        given.cache_gib = 0.1 if given.small else torch.cuda.get_device_properties(0).total_memory / GIB / 3
     num_bytes, rounds = train(given)
     late = rounds[len(rounds) // 2 :]
     size = 512 if given.small else ROWS

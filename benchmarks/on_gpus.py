@@ -71,6 +71,7 @@ STAGES = (
     Stage("graphs", "benchmarks/embedding_graphs.py", 20),
     Stage("hash", "benchmarks/hash_gpu.py", 40),
     Stage("tiers", "benchmarks/tiers_gpu.py", 300),
+    Stage("largest", "benchmarks/largest_model.py", 90),
     Stage("dense", "benchmarks/dense_gpu.py", 60),
     Stage("serving", "benchmarks/serving_gpu.py", 60),
     Stage("cache", "benchmarks/device_cache_gpu.py", 90),
