@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import math
 import random
-from contextlib import suppress
 from numbers import Real
 from typing import Any, ClassVar, Final
 
@@ -31,16 +30,21 @@ _CALLBACK_METHODS: Final = {"on_training_start": 0, "on_training_end": 1, "on_ev
 """How many arguments fit gives to the methods of a callback."""
 
 
+def _takes(method: Any, count: int) -> bool:
+    """Whether a method can be called with so many arguments."""
+    try:
+        inspect.signature(method).bind(*range(count))
+    except TypeError:  # also raised for what cannot be called
+        return False
+    except ValueError:  # a function that was compiled may have no signature
+        return callable(method)
+    return True
+
+
 def _check_callback(callback: Any) -> None:
     for name, count in _CALLBACK_METHODS.items():
         method = getattr(callback, name, None)
-        fits = callable(method) and not isinstance(callback, type)
-        with suppress(ValueError):  # a function that was compiled may have no signature
-            try:
-                if fits:
-                    inspect.signature(method).bind(*range(count))
-            except TypeError:
-                fits = False
+        fits = not isinstance(callback, type) and method is not None and _takes(method, count)
         if not fits:
             raise ConfigError(
                 "a callback must be an object with the methods of TrainingCallback",
