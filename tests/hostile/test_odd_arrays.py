@@ -136,17 +136,23 @@ def test_a_dynamic_table_refuses_what_its_kernels_cannot_read() -> None:
         "find": (keys, table.find),
         "erase": (keys, table.erase),
         "rows": (keys, table.rows),
+        "gather": (table.rows(keys, training=False), table.gather),
+        "reset_state": (table.rows(keys, training=False), table.reset_state),
         "scores": (keys, lambda v: ranked.insert_or_assign(keys, vectors, v)),
         "scores of a lookup": (keys, lambda v: ranked.rows(keys, scores=v)),
     }  # fmt: skip
     for name, (given, call) in calls.items():
         call(given)
         for form, value in odd(given.numpy()):
-            if form == "longer" and name in ("find", "erase", "rows"):
+            if form == "longer" and name in ("find", "erase", "rows", "gather", "reset_state"):
                 continue
             with pytest.raises(VivianeError):
                 pytest.fail(f"{name}, {form}: {call(value)}")
         table.release()
+    for row in (10**12, -1, len(table.storage)):  # the first one ended the process
+        for read in (table.gather, table.reset_state, lambda rows: table.copied(table.weight, rows)):
+            with pytest.raises(DataError, match="a row that the table does not have"):
+                read(torch.tensor([0, row]))
     with pytest.raises(DataError, match="each key needs a score"):
         ranked.insert_or_assign(keys, vectors, keys[:1])
 

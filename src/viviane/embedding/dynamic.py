@@ -17,7 +17,7 @@ from viviane.core.errors import ConfigError
 from viviane.core.seeds import derive_seed
 from viviane.embedding.dynamic_config import DynamicTableConfig
 from viviane.embedding.dynamic_content import DynamicContent, export_keys, import_keys, load_entries, state_entries
-from viviane.embedding.dynamic_store import DynamicStore
+from viviane.embedding.dynamic_store import DynamicStore, vectors_of
 from viviane.embedding.keys import check_key_type
 from viviane.embedding.table_lock import serialized
 from viviane.ops.row_update import Entries, prepare_rows, sum_rows, update_rows
@@ -273,7 +273,7 @@ class _Lookup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, table: DynamicTable, rows: Tensor) -> Tensor:
         ctx.table, ctx.rows = table, rows
-        return table.gather(rows)
+        return vectors_of(table, rows)
 
     @staticmethod
     @once_differentiable

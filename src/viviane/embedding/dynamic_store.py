@@ -165,7 +165,7 @@ class DynamicStore(nn.Module):
             return self.index.gather(keys, self.weight)
         found = self.index.find(keys)
         there = found >= 0
-        return self.gather(self._fill_absent(found, keys)), there
+        return vectors_of(self, self._fill_absent(found, keys)), there
 
     @serialized
     def release(self) -> None:
@@ -315,6 +315,7 @@ class DynamicStore(nn.Module):
     @serialized
     def reset_state(self, rows: Tensor) -> None:
         """Put the optimizer state of rows back to its beginning."""
+        self._check_rows(rows)
         self.changes.mark(rows, self.capacity)
         self._values.begin_state(rows)
 
@@ -330,13 +331,17 @@ class DynamicStore(nn.Module):
 
     def copied(self, part: Tensor, rows: Tensor) -> Tensor:
         """Return a copy of some rows of `weight` or of a state; in a file again, with memory="file"."""
+        self._check_rows(rows)
         return self._values.copied(part, rows)
 
     def gather(self, rows: Tensor) -> Tensor:
-        """Return the vectors of rows, (N, D)."""
-        out = torch.empty(len(rows), self.table.dim, dtype=self.table.torch_dtype, device=self.device)
-        gather_rows(self.storage, rows.unsqueeze(1), out, [0])
-        return out
+        """Return the vectors of rows, (N, D), as `rows` gives them.
+
+        Raises:
+            DataError: a row that the table does not have.
+        """
+        self._check_rows(rows)
+        return vectors_of(self, rows)
 
     @serialized
     def replace(self, saved: Mapping[str, Tensor]) -> None:
@@ -411,6 +416,15 @@ class DynamicStore(nn.Module):
                 allowed=str((len(keys), self.table.dim)),
             )  # fmt: skip
 
+    def _check_rows(self, rows: Tensor) -> None:
+        check_keys(rows, self.device)
+        count = len(self.storage)
+        if len(rows) and not 0 <= (ends := torch.aminmax(rows)).min <= ends.max < count:
+            raise DataError(
+                "a row that the table does not have", where=self._where, value=f"{int(ends.min)} to {int(ends.max)}",
+                allowed=f"0 <= row < {count}", fix="take those that `rows` gave since the table last changed",
+            )  # fmt: skip
+
     def _full(self) -> TableFullError:
         return TableFullError(
             "the table is full", where=self._where, value=f"{len(self.index)} keys",
@@ -418,3 +432,10 @@ class DynamicStore(nn.Module):
             fix="raise max_capacity, or set when_full='evict'" if self.table.when_full == "raise"
             else "raise max_capacity, or use smaller batches: keys of batches that wait for an update cannot go",
         )  # fmt: skip
+
+
+def vectors_of(store: DynamicStore, rows: Tensor) -> Tensor:
+    """Return the vectors of rows that a lookup found, (N, D); they are not checked again."""
+    out = torch.empty(len(rows), store.table.dim, dtype=store.table.torch_dtype, device=store.device)
+    gather_rows(store.storage, rows.unsqueeze(1), out, [0])
+    return out
