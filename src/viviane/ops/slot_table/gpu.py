@@ -64,15 +64,15 @@ class PlanGraphs:
     """CUDA graphs of plans, by the memory that they write."""
 
     def __init__(self) -> None:
-        self._uses: Counter[tuple[int, int]] = Counter()
-        self._graphs: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, SlotPlan]] = {}
+        self._uses: Counter[tuple[int, ...]] = Counter()
+        self._graphs: dict[tuple[int, ...], tuple[torch.cuda.CUDAGraph, SlotPlan]] = {}
 
     def __len__(self) -> int:
         return len(self._graphs)
 
     def run(self, plan: SlotPlan, launches: Callable[[], None]) -> None:
         """Run launches that depend on nothing but the table and the plan's memory, or replay their graph."""
-        key = plan.new_rows.data_ptr(), len(plan.new_rows)
+        key = plan.report.data_ptr(), plan.new_rows.data_ptr(), len(plan.new_rows)  # without rows the second is 0
         made = self._graphs.get(key)
         if made is not None:
             made[0].replay()
