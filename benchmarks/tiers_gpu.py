@@ -108,6 +108,7 @@ class CapturedIteration:
         rate = torch.full((), 0.01, dtype=torch.float64, device=DEVICE)
         self._graph = torch.cuda.CUDAGraph()
         self._words = torch.zeros(self._static.width, dtype=torch.int64, device=DEVICE)
+        self._kept = gradient, rate  # the graph reads their memory
 
         def run() -> None:
             with self._static.looked_up():
