@@ -47,6 +47,14 @@ h: Any = modules()["hugectr"]
         ("DataReaderSparseParam", {"top_name": "a", "nnz_per_slot": 1, "is_fixed_length": [], "slot_num": 1}, "fixed"),
         ("DenseLayer", {"layer_type": 3.7, "bottom_names": ["a"], "top_names": ["b"]}, "layer_type"),
         ("DenseLayer", {"layer_type": h.Layer_t.ReLU, "bottom_names": h.Layer_t.ReLU, "top_names": ["b"]}, "bottom"),
+        *(
+            ("DenseLayer", {"layer_type": h.Layer_t.MLP, "bottom_names": ["a"], "top_names": ["b"], **given}, named)
+            for given, named in (
+                ({"activations": ["Rely"]}, "activations"),  # was no activation at all
+                ({"activations": [[]]}, "activations"),
+                ({"biases": ["no"]}, "biases"),
+            )
+        ),
         ("Model", {"solver": 3}, "solver"),
         (
             "SparseEmbedding",

@@ -191,6 +191,7 @@ def test_global_momentum_without_sizes_moves_rows_of_the_batch_and_says_so(
         {"layer_type": LAYER.PReLU_Dice, "elu_alpha": 0.3, "eps": 1e-8},
         {"layer_type": LAYER.FusedInnerProduct, "num_output": 3, "pos_type": hugectr.FcPosition_t.Tail},
         {"layer_type": LAYER.MLP, "num_outputs": [4, 1], "act_type": hugectr.Activation_t.Non, "use_bias": False},
+        {"layer_type": LAYER.MLP, "num_outputs": [4, 1], "activations": ["Relu", hugectr.Activation_t.Non]},
         {"layer_type": LAYER.BinaryCrossEntropyLoss, "use_regularizer": True, "lambda": 0.1},
     ],
 )
@@ -202,3 +203,12 @@ def test_layers_survive_json(arguments: dict[str, Any]) -> None:
     again = layer_from_json(written)
     assert layer_to_json(again) == written
     assert again.to_node(set()) == layer.to_node(set())
+
+
+def test_json_has_hugectrs_word_for_no_activation() -> None:
+    from viviane.compat.hugectr.json_layers import layer_from_json, layer_to_json
+
+    for word in ("None", "Non"):  # the latter is what earlier versions of this package wrote
+        given = {"num_outputs": [4, 1], "activations": ["Relu", word]}
+        layer = layer_from_json({"type": "MLP", "bottom": "a", "top": "b", "mlp_param": given})
+        assert layer_to_json(layer)["mlp_param"]["activations"] == ["Relu", "None"]

@@ -12,6 +12,7 @@ from numbers import Integral, Real
 from typing import Any, Final, TypeVar, cast
 
 from viviane.compat.hugectr.enums import (
+    Activation_t,
     Check_t,
     DataReaderSparse_t,
     DataReaderType_t,
@@ -87,6 +88,7 @@ def _list_of(check: Check) -> Check:
 
 def _member_of(kind: type[Enum]) -> Check:
     def check(value: Any) -> Any:
+        value = "Non" if value == "None" else value  # HugeCTR's JSON has the word that Python reserves
         if isinstance(value, str) and value in kind.__members__:
             return kind[value]
         if isinstance(value, kind):
@@ -156,6 +158,12 @@ _BY_NAME: Final[Mapping[str, tuple[Check, str]]] = {
     **{name: _enumerated(kind) for name, kind in {
         "data_reader_type": DataReaderType_t, "embedding_type": Embedding_t, "group_layer_type": GroupLayer_t,
     }.items()},
+    **dict.fromkeys(("hdfs_sparse_model", "hdfs_sparse_opt_states", "local_sparse_model", "local_sparse_opt_states",
+                     "embedding_table_names", "embedding_files", "update_filters"),
+                    (_list_of(_text), "a list of texts")),
+    **dict.fromkeys(("deployed_devices", "maxnum_catfeature_query_per_table_per_sample"), _WHOLES),
+    "activations": (_list_of(_member_of(Activation_t)), "a list of Activation_t.Relu, Activation_t.Non"),
+    "biases": (_list_of(_flag), "a list of True, False"),
     "data_reader_sparse_param_array": _list_made_by("DataReaderSparseParam"),
     "inference_params_array": _list_made_by("InferenceParams"),
     "label_name": _TEXTS, "label_weights": _NUMBERS, "i64_input_key": (_flag, "True, False"),

@@ -64,10 +64,10 @@ def layer_to_json(layer: DenseLayer) -> dict[str, Any]:
         "top": _one_or_list(script_name(layer.top_names)),
     }
     if section:
-        result[section] = {key: values[name] for name, key in inside.items() if values[name] != []}
+        result[section] = {key: _json_word(values[name]) for name, key in inside.items() if values[name] != []}
     for name, key in beside.items():
         if values[name] != []:
-            result[key] = values[name]
+            result[key] = _json_word(values[name])
     if layer.is_loss and not result.pop("use_regularizer"):
         result.pop("regularizer")
         result.pop("lambda")
@@ -76,6 +76,13 @@ def layer_to_json(layer: DenseLayer) -> dict[str, Any]:
     if not result.get("max_sequence_len"):
         result.pop("max_sequence_len", None)
     return result
+
+
+def _json_word(value: Any) -> Any:
+    """Return a value as HugeCTR's JSON has it: "None" where Python's members are called Non."""
+    if isinstance(value, list):
+        return [_json_word(one) for one in value]
+    return "None" if value == "Non" else value
 
 
 def _reshape_to_json(result: dict[str, Any]) -> None:
