@@ -11,6 +11,7 @@ from viviane.compat.hugectr.json_graph import graph_layers, reader_from_json
 from viviane.compat.hugectr.json_layers import layer_to_json
 from viviane.compat.hugectr.json_optimizer import optimizer_from_json, schedule_from_json
 from viviane.compat.hugectr.layers import DenseLayer
+from viviane.compat.hugectr.session import Session, SessionSolver
 from viviane.compat.hugectr.solver import Solver
 from viviane.compat.hugectr.train_json import solver_from_json, train_from_json
 from viviane.core.errors import ConfigError
@@ -99,6 +100,27 @@ def test_json_that_is_no_graph_is_named(tmp_path: Path) -> None:
         (tmp_path / "x.json").write_text(json.dumps(content))
         with pytest.raises(ConfigError, match=named):
             train_from_json(tmp_path / "x.json")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("check", "Some"), ("format", "Tsv"), ("async_param", {"aligned_type": "x"})]
+)
+def test_words_of_the_data_layer_are_known(key: str, value: Any) -> None:
+    """They were taken for "None"."""
+    with pytest.raises(ConfigError, match=rf"layer Data, {key}"):
+        reader_from_json(data("a", {}) | {key: value})
+
+
+@pytest.mark.parametrize(("key", "value"), [("check", []), ("check", "Some"), ("label", 3), ("alpha", None)])
+def test_a_session_refuses_values_of_its_file(key: str, value: Any, tmp_path: Path) -> None:
+    """These ended in a TypeError or an AttributeError, or were taken for "None"."""
+    rule = ADAM | {"adam_hparam": {"alpha": None}} if key == "alpha" else ADAM
+    reader = data("no/file_list.txt", {"is_fixed_length": False, "nnz_per_slot": 1}) | {key: value}
+    reader.pop("alpha", None)
+    graph = [reader, embedding("DistributedSlotSparseEmbeddingHash", workspace_size_per_gpu_in_mb=1), *FC]
+    (tmp_path / "x.json").write_text(json.dumps({"optimizer": rule, "layers": graph}))
+    with pytest.raises(ConfigError, match=r"check|expected form|optimizer, lr"):
+        Session(SessionSolver(seed=1, batchsize=5, batchsize_eval=5), str(tmp_path / "x.json"))
 
 
 def test_the_clause_of_2_0_is_a_data_layer() -> None:

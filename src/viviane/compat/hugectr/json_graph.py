@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from viviane.compat.hugectr.arguments import note
 from viviane.compat.hugectr.collection import EmbeddingCollectionConfig, EmbeddingTableConfig
@@ -27,6 +28,8 @@ from viviane.compat.hugectr.solver import Solver
 from viviane.core.errors import ConfigError
 from viviane.core.files import write_json_atomic
 from viviane.core.json_files import expected_form
+
+Member = TypeVar("Member")
 
 _EMBEDDING_SPELLINGS: Final = {
     "SparseEmbedding": "DistributedSlotSparseEmbeddingHash",
@@ -141,8 +144,8 @@ def reader_from_json(data: dict[str, Any]) -> DataReaderParams:
     Raises:
         ConfigError: the layer has no source.
     """
-    check = {"Sum": Check_t.Sum}.get(data.get("check", "None"), Check_t.Non)
-    kind = DataReaderType_t[data.get("format", "Norm")]
+    check = _word("check", data.get("check", "None"), {"Sum": Check_t.Sum, "None": Check_t.Non, "Non": Check_t.Non})
+    kind = _word("format", data.get("format", "Norm"), DataReaderType_t.__members__)
     given: dict[str, Any] = {name: data[name] for name in _READER if name in data}
     if "async_param" in data:
         given["async_param"] = _async_param(data["async_param"])
@@ -154,12 +157,20 @@ def reader_from_json(data: dict[str, Any]) -> DataReaderParams:
     )  # fmt: skip
 
 
+def _word(key: str, value: Any, known: Mapping[str, Member]) -> Member:
+    """Return the member that a word of the Data layer names."""
+    if not isinstance(value, str) or value not in known:
+        raise ConfigError("unknown word", where=f"layer Data, {key}", value=value, allowed=", ".join(known))
+    return known[value]
+
+
 def _async_param(clause: dict[str, Any]) -> AsyncParam:
     values = dict(clause)
     if "io_block_size" in values:
         values["max_num_requests_per_thread"] = values.pop("io_block_size")
     if isinstance(values.get("aligned_type"), str):
-        values["aligned_type"] = Alignment_t.Auto if values["aligned_type"] == "Auto" else Alignment_t.Non
+        words = {"Auto": Alignment_t.Auto, "None": Alignment_t.Non, "Non": Alignment_t.Non}
+        values["aligned_type"] = _word("async_param, aligned_type", values["aligned_type"], words)
     return AsyncParam(**{"num_threads": 1, "num_batches_per_thread": 1, **values})
 
 

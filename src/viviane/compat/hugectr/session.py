@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
-from viviane.compat.hugectr.argument_types import typed, typed_methods
-from viviane.compat.hugectr.arguments import Signature
+from viviane.compat.hugectr.argument_types import checked_type, typed, typed_methods
+from viviane.compat.hugectr.arguments import REQUIRED, Signature
 from viviane.compat.hugectr.json_files import load as load_json
 from viviane.compat.hugectr.json_graph import read_graph, reader_from_json, with_data_layer
 from viviane.compat.hugectr.json_optimizer import optimizer_from_json, schedule_from_json
@@ -100,14 +100,17 @@ class Session:
                 raise ConfigError("a clause is missing", where=config_file, value=clause)
         with expected_form(config_file):
             schedule = schedule_from_json(content["optimizer"])
+            reader = reader_from_json(with_data_layer(content, config_file)[0])
+            rule = optimizer_from_json(content["optimizer"])
+        defaults = Solver.signature.defaults
         for name, value in schedule.items():
-            setattr(solver_config, name, value)
+            typed_value = checked_type(f"{config_file}, optimizer", name, value, defaults[name], REQUIRED)
+            setattr(solver_config, name, typed_value)
         solver = solver_config
         passes = use_model_oversubscriber or getattr(solver, "use_model_oversubscriber", False)
         folders = [temp_embedding_dir] if temp_embedding_dir else []
         etc = EtcParams(local_paths=folders) if passes else None
-        data = with_data_layer(content, config_file)[0]
-        self.model = Model(solver, reader_from_json(data), optimizer_from_json(content["optimizer"]), etc)
+        self.model = Model(solver, reader, rule, etc)
         for layer in read_graph(config_file, include_dense_network=True):
             self.model.add(layer)
         self.model.compile()

@@ -78,9 +78,10 @@ def train_from_json(file: str | Path) -> Model:
     layers = graph_layers(content, include_dense_network=True, where=str(file))
     with expected_form(str(file)):
         solver, rule = solver_from_json(content, Solver), optimizer_from_json(optimizer)
-    if "source" not in data:
+        reader = reader_from_json(data) if "source" in data else None
+    if reader is None:
         return _describe(solver, rule, layers, file)
-    model, others = Model(solver, reader_from_json(data), rule), open_readers()
+    model, others = Model(solver, reader, rule), open_readers()
     for layer in layers:
         model.add(layer)
     try:
