@@ -17,8 +17,10 @@ from viviane.compat.hugectr.names import graph_name, graph_names
 from viviane.core.errors import ConfigError
 
 _MOST_SLOTS: Final = 1 << 20
-_MOST_MB: Final = 1 << 40
-"""Of a table; its rows are counted in 63 bits, and their bytes, too."""
+_MOST_VALUES: Final = 1 << 20
+"""Of a label or the dense input in a row."""
+_MOST_MB: Final = 1 << 23
+"""Of a table: 8 TiB; the files of its optimizer state have its size, and file systems have limits near 16 TiB."""
 
 
 class AsyncParam(Arguments):
@@ -166,11 +168,20 @@ class Input(Arguments):
         for label in [self.label_name] if one else self.label_names:
             if not isinstance(label, str) or not label:
                 raise ConfigError("the name of a label is a text", where="Input, label_name", value=repr(label)[:100])
+        self._check_widths()
         for group, name in zip(self.sparse, self.sparse_names, strict=False):
             group.top_name = graph_name(name)
         for name in ("label_name", "label_names", "dense_name"):
             if vars(self)[name] is not None:
                 vars(self)[name] = graph_names(vars(self)[name])
+
+    def _check_widths(self) -> None:
+        for name in ("label_dim", "label_dims", "dense_dim"):
+            given = vars(self)[name]
+            for width in given if isinstance(given, list) else [given or 0]:
+                if not 0 <= width <= _MOST_VALUES:
+                    raise ConfigError("the number of values in a row is out of range", where=f"Input, {name}",
+                                      value=width, allowed=f"0 to {_MOST_VALUES:,}")  # fmt: skip
 
     def reader(self) -> DataReaderParams | None:
         """The reader described here in 3.0, or None."""

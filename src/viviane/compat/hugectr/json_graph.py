@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from enum import Enum
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -29,7 +29,7 @@ from viviane.core.errors import ConfigError
 from viviane.core.files import write_json_atomic
 from viviane.core.json_files import expected_form
 
-Member = TypeVar("Member")
+Member = TypeVar("Member", bound=Enum)
 
 _EMBEDDING_SPELLINGS: Final = {
     "SparseEmbedding": "DistributedSlotSparseEmbeddingHash",
@@ -144,8 +144,8 @@ def reader_from_json(data: dict[str, Any]) -> DataReaderParams:
     Raises:
         ConfigError: the layer has no source.
     """
-    check = _word("check", data.get("check", "None"), {"Sum": Check_t.Sum, "None": Check_t.Non, "Non": Check_t.Non})
-    kind = _word("format", data.get("format", "Norm"), DataReaderType_t.__members__)
+    check = _word("check", data.get("check", "None"), Check_t)
+    kind = _word("format", data.get("format", "Norm"), DataReaderType_t)
     given: dict[str, Any] = {name: data[name] for name in _READER if name in data}
     if "async_param" in data:
         given["async_param"] = _async_param(data["async_param"])
@@ -157,11 +157,12 @@ def reader_from_json(data: dict[str, Any]) -> DataReaderParams:
     )  # fmt: skip
 
 
-def _word(key: str, value: Any, known: Mapping[str, Member]) -> Member:
-    """Return the member that a word of the Data layer names."""
-    if not isinstance(value, str) or value not in known:
-        raise ConfigError("unknown word", where=f"layer Data, {key}", value=value, allowed=", ".join(known))
-    return known[value]
+def _word(key: str, value: Any, kind: type[Member]) -> Member:
+    """Return the member that a word of the Data layer names; HugeCTR's JSON has "None" for Python's `Non`."""
+    words = {"None" if one.name == "Non" else one.name: one for one in kind}
+    if not isinstance(value, str) or value not in {*words, "Non"}:
+        raise ConfigError("unknown word", where=f"layer Data, {key}", value=value, allowed=", ".join(words))
+    return words["None" if value == "Non" else value]
 
 
 def _async_param(clause: dict[str, Any]) -> AsyncParam:
@@ -169,8 +170,7 @@ def _async_param(clause: dict[str, Any]) -> AsyncParam:
     if "io_block_size" in values:
         values["max_num_requests_per_thread"] = values.pop("io_block_size")
     if isinstance(values.get("aligned_type"), str):
-        words = {"Auto": Alignment_t.Auto, "None": Alignment_t.Non, "Non": Alignment_t.Non}
-        values["aligned_type"] = _word("async_param, aligned_type", values["aligned_type"], words)
+        values["aligned_type"] = _word("async_param, aligned_type", values["aligned_type"], Alignment_t)
     return AsyncParam(**{"num_threads": 1, "num_batches_per_thread": 1, **values})
 
 
