@@ -17,13 +17,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from announcing import AHEAD, Announcements
 from record import record
 from train_gpu import DIM, dlrm, draw, schema_of
 from viviane.core.machine import free_memory
 from viviane.training.look_ahead import LookAhead
 from viviane.training.tier_counts import tier_counts
 
-COLUMNS, ROWS, LAW, AHEAD, ROUND = 26, 65_536, 1.05, 3, 10
+COLUMNS, ROWS, LAW, ROUND = 26, 65_536, 1.05, 10
 GIB = 2**30
 
 
@@ -39,20 +40,20 @@ def train(given: argparse.Namespace) -> tuple[int, list[float]]:
     start = time.perf_counter()
     trainer = dlrm(schema, given.host_gib is None, **settings).trainer
     print(f"built in {time.perf_counter() - start:.0f} s", flush=True)
-    ahead, announced, seconds = LookAhead(trainer.module), 0, []
+    ahead, seconds = LookAhead(trainer.module), []
     there = [draw(schema, [1] * COLUMNS, size, LAW, i) for i in range(given.steps)]
     host = [one.to("cpu") if ahead.needs_host else None for one in there]
+    queue = Announcements(lambda i: ahead.announce(there[i], host[i]))
     for i, batch in enumerate(there):
         if i % ROUND == 0:
             trainer.settle()
             torch.cuda.synchronize()
             seconds.append(time.perf_counter())
             print(i, round(seconds[-1] - start, 1), flush=True)
-        while announced <= i + AHEAD < len(there) and ahead.announce(there[announced], host[announced]):
-            announced += 1
+        queue.up_to(min(i + 1 + AHEAD, len(there)))
         trainer.train_step(batch)
         ahead.forget(batch)
-        announced = max(announced, i + 1)
+        queue.trained(i)
     trainer.settle()
     torch.cuda.synchronize()
     seconds.append(time.perf_counter())

@@ -28,6 +28,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from announcing import AHEAD, Announcements
 from embedding_gpu import CAP, CRITEO
 from record import record
 from tiers import by_frequency, spread
@@ -45,7 +46,6 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TABLES, DIM, IDS = 10, (16 if SMALL else 128), (500 if SMALL else 104_857)
 # How often a row is used counts half after 512 batches: fewer batches before the time counts are no steady state.
 WARM, REPEATS, ROUNDS = (3, 4, 2) if SMALL else (1500, 40, 5)
-AHEAD = 3
 DLRM_ROWS, DLRM_LAW = (512 if SMALL else 65_536), 1.1
 DLRM_WARM, DLRM_STEPS, DLRM_ROUND = (8, 8, 4) if SMALL else (200, 140, 20)
 PART_ROWS = 65_536
@@ -76,18 +76,16 @@ def iterations(emb: EmbeddingCollection, draw: Callable[[], torch.Tensor], count
     batches = [{f"f{i}": keys[i] for i in range(TABLES)} for keys in host]
     there = [{name: keys.to(DEVICE) for name, keys in batch.items()} for batch in batches]
     gradient = torch.full((IDS, TABLES * DIM), 1e-3, device=DEVICE)
-    announced = 0
-    while emb.looks_ahead and announced < AHEAD and emb.resolve_ahead(there[announced], batches[announced]):
-        announced += 1
+    queue = Announcements(lambda i: emb.looks_ahead and emb.resolve_ahead(there[i], batches[i]))
+    queue.up_to(AHEAD)
     _wait()
     start = time.perf_counter()
     for i in range(count):
-        while emb.looks_ahead and announced <= i + AHEAD and emb.resolve_ahead(there[announced], batches[announced]):
-            announced += 1
+        queue.up_to(i + 1 + AHEAD)
         emb(there[i]).flat.backward(gradient)
         emb.step(lr=0.01)
         emb.forget_ahead(there[i])
-        announced = max(announced, i + 1)
+        queue.trained(i)
     _wait()
     seconds = time.perf_counter() - start
     emb.end_ahead()
@@ -131,17 +129,15 @@ class CapturedIteration:
 def replays(emb: EmbeddingCollection, draw: Callable[[], torch.Tensor], count: int, run: CapturedIteration) -> float:
     """Do what `iterations` does with replays of a CUDA graph."""
     batches = [batch_of(emb, draw()) for _ in range(count + AHEAD)]
-    announced = 0
-    while announced < AHEAD and emb.resolve_ahead(batches[announced]):
-        announced += 1
+    queue = Announcements(lambda i: emb.resolve_ahead(batches[i]))
+    queue.up_to(AHEAD)
     _wait()
     start = time.perf_counter()
     for i in range(count):
-        while announced <= i + AHEAD and emb.resolve_ahead(batches[announced]):
-            announced += 1
+        queue.up_to(i + 1 + AHEAD)
         run(batches[i])
         emb.forget_ahead(batches[i])
-        announced = max(announced, i + 1)
+        queue.trained(i)
     _wait()
     seconds = time.perf_counter() - start
     emb.end_ahead()
@@ -234,13 +230,13 @@ def dlrm_step(share: float | None) -> NDArray[np.float64]:
     ahead = LookAhead(trainer.module)
     assert ahead.is_needed == (share is not None)
     batches = [draw(schema, [1] * len(rows), DLRM_ROWS, DLRM_LAW, i) for i in range(DLRM_WARM + DLRM_STEPS)]
-    marks, announced = [], 0
+    queue = Announcements(lambda i: ahead.is_needed and ahead.announce(batches[i]))
+    marks = []
     for i, batch in enumerate(batches):
-        while ahead.is_needed and announced <= i + AHEAD < len(batches) and ahead.announce(batches[announced]):
-            announced += 1
+        queue.up_to(min(i + 1 + AHEAD, len(batches)))
         trainer.train_step(batch)
         ahead.forget(batch)
-        announced = max(announced, i + 1)
+        queue.trained(i)
         if i >= DLRM_WARM - 1 and (i - DLRM_WARM + 1) % DLRM_ROUND == 0:
             marks.append(torch.cuda.Event(enable_timing=True))
             marks[-1].record()

@@ -61,7 +61,10 @@ class _Scratch:
 
 
 class PlanGraphs:
-    """CUDA graphs of plans, by the memory that they write."""
+    """CUDA graphs of plans, by the memory that they write.
+
+    A plan without rows is not recorded. Graphs of memory that a larger plan has replaced are dropped with it.
+    """
 
     def __init__(self) -> None:
         self._uses: Counter[tuple[int, ...]] = Counter()
@@ -72,7 +75,10 @@ class PlanGraphs:
 
     def run(self, plan: SlotPlan, launches: Callable[[], None]) -> None:
         """Run launches that depend on nothing but the table and the plan's memory, or replay their graph."""
-        key = plan.report.data_ptr(), plan.new_rows.data_ptr(), len(plan.new_rows)  # without rows the second is 0
+        if not len(plan.new_rows):
+            launches()
+            return
+        key = plan.report.data_ptr(), plan.new_rows.data_ptr(), len(plan.new_rows)
         made = self._graphs.get(key)
         if made is not None:
             made[0].replay()
@@ -90,6 +96,8 @@ class PlanGraphs:
                 launches()
             finally:
                 graph.capture_end()
+        report, memory = key[:2]
+        self._graphs = {one: made for one, made in self._graphs.items() if one[0] != report or one[1] == memory}
         self._graphs[key] = graph, plan  # the plan keeps its memory
         graph.replay()
 
