@@ -13,7 +13,7 @@ from typing import Any, Final, Literal
 import torch
 from torch import Tensor, nn
 
-from viviane.core.errors import ConfigError, DataError, suggest
+from viviane.core.errors import ConfigError, DataError, ExportError, suggest
 from viviane.core.files import replace_folder, write_json_atomic
 from viviane.core.locations import AnyPath, location
 from viviane.core.remote.published import published_location
@@ -248,8 +248,12 @@ class _Export:
         programs = {kind: self.freeze(kernels=True) if kind else self.program for kind in set(kinds.values())}
         first = next(iter(programs))
         traces = {first: self._trace(programs[first])}
-        if forms != ("torchscript",):  # which may support modules that torch.export does not
+        try:
             used = traces[first].used_inputs()
+        except ExportError:
+            if forms != ("torchscript",):  # which may support modules that torch.export does not; all inputs stay then
+                raise
+        else:
             if len(used) < len(self.program.inputs):
                 self.program.drop_unused(used)
                 traces = {}
