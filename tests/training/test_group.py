@@ -18,14 +18,15 @@ from viviane.batch import Batch
 from viviane.config import SGD, Adam
 from viviane.core.errors import ConfigError, DataError, NumericsError, VivianeError
 from viviane.data import Dataset
-from viviane.embedding import EmbeddingCollection, FeatureConfig, TableConfig
+from viviane.embedding import CacheSettings, DynamicTableConfig, EmbeddingCollection, FeatureConfig, TableConfig
 from viviane.metrics import Auc, AverageLoss, build_metric, roc_auc
 from viviane.model import DenseLayer, Input, Model, SparseEmbedding
 from viviane.model.losses import terms
 from viviane.model.module import GraphModule
-from viviane.parallel import Group, make_tables
+from viviane.parallel import Group, ShardingPlan, TablePlan, make_tables
 from viviane.schema import Schema
 from viviane.training import Trainer
+from viviane.training.step.average import check_running_mean
 from viviane.training.step.dense_exchange import DenseExchange
 
 METRICS = ["auc", "log_loss", "accuracy", "calibration"]
@@ -359,6 +360,26 @@ def refusals(group):
             Trainer(module, SCHEMA, settings(), Adam(), group=group)
 
 
+def a_running_mean_is_refused_together(group):
+    """The last rank alone has a table without running mean: its error came in the first update, and the others hung."""
+    last = group.size - 1
+    wrong = [
+        (DynamicTableConfig(name="b", dim=2), None, "permanent rows"),
+        (TableConfig(name="b", num_rows=9, dim=2, dtype="bfloat16"), None, "float32 rows"),
+        (TableConfig(name="b", num_rows=900, dim=2), CacheSettings(tables={"b": 6_000}), "completely in memory"),
+    ]
+    features = [FeatureConfig(name=name, table=name) for name in "ab"]
+    ranks = [TablePlan(table=name, kind="table", ranks=[rank]) for name, rank in (("a", 0), ("b", last))]
+    plan = ShardingPlan(world_size=group.size, tables=ranks)
+    for table, cache, said in wrong:
+        tables = [TableConfig(name="a", num_rows=9, dim=2), table]
+        module = torch.nn.ModuleList(
+            [make_tables(tables, features, SGD(), group=group, plan=plan.to_dict(), cache=cache)]
+        )
+        with pytest.raises(ConfigError, match=rf"{said}[\s\S]*tables? '?b"):
+            check_running_mean(module, group)
+
+
 def everything(folder, run):
     group = Group.world()
     train_alike(folder, group)
@@ -375,6 +396,7 @@ def everything(folder, run):
     sums_of_a_dropped_pass(group)
     refused_model_is_known_everywhere(group, folder, run)
     refusals(group)
+    a_running_mean_is_refused_together(group)
 
 
 @pytest.fixture(scope="module")

@@ -34,7 +34,7 @@ from viviane.training.environment import torch_switches
 from viviane.training.evaluation import Evaluation, choose_metrics, evaluate, in_order, predict
 from viviane.training.feed import DeviceFeed
 from viviane.training.history import History, finite_or_none
-from viviane.training.step.average import WeightMean
+from viviane.training.step.average import WeightMean, check_running_mean
 from viviane.training.step.fixed_sizes import set_static_sizes
 from viviane.training.step.objective import LossFunction, LossTerm, Objective
 from viviane.training.step.precision import Precision, choose_precision
@@ -144,6 +144,8 @@ class TrainerBase:
         self.optimizer = chosen
         self.device = resolve_device(solver.device)
         self.module = module.to(self.device)
+        if solver.ema_decay is not None:
+            check_running_mean(self.module, self.group)
         self.metrics = choose_metrics(schema, metrics)
         place = None if run_folder is None else location(run_folder)
         self.mirror = RunMirror(place) if isinstance(place, RemotePath) else None

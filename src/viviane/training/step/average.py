@@ -9,14 +9,44 @@ import torch
 from torch import Tensor, nn
 
 from viviane.core.errors import CheckpointError, ConfigError
-from viviane.embedding import RowMean, TableStorage
+from viviane.embedding import DynamicTableConfig, RowMean, TableStorage
 from viviane.embedding.module_parts import collections_of, dense_buffers, dense_parameters
 from viviane.embedding.row_mean import NUMBERS
+from viviane.parallel import Group
 from viviane.training.checkpoint.saved_table import MEAN, Progress
 from viviane.training.checkpoint.table_files import table_files
 
 _PREFIX = "mean/"
 _WARM_UP_STEPS = 10
+
+
+def check_running_mean(module: nn.Module, group: Group | None = None) -> None:
+    """Refuse tables whose rows have no running mean, on all processes alike, whichever of them has the table.
+
+    Raises:
+        ConfigError: a table is dynamic, has 16-bit rows, or lies in tiers.
+    """
+    collections = collections_of(module).values()
+    for name, table in ((name, table) for one in collections for name, table in one.tables.items()):
+        if isinstance(table, DynamicTableConfig):
+            raise ConfigError(
+                "a running mean needs permanent rows: dynamic tables add and evict rows", where=f"table {name!r}",
+                fix="give the table a TableConfig (num_ids in the schema), or remove ema_decay",
+            )  # fmt: skip
+        if table.torch_dtype != torch.float32:
+            raise ConfigError(
+                "a running mean needs float32 rows: changes of a mean are too small for 16 bits",
+                where=f"table {name!r}", value=table.dtype,
+                fix="set the table's dtype to 'float32', or remove ema_decay",
+            )  # fmt: skip
+    in_tiers = [name for one in collections for storage in one.all_storages() if storage.in_tiers
+                for name in storage.tables]  # fmt: skip
+    every = [in_tiers] if group is None else group.gather_data(in_tiers)
+    if found := sorted({name for names in every for name in names}):
+        raise ConfigError(
+            "a running mean needs tables that are completely in memory", where=f"tables {', '.join(found)}",
+            fix="remove embedding_memory or ema_decay",
+        )  # fmt: skip
 
 
 class WeightMean:
@@ -46,6 +76,7 @@ class WeightMean:
     """
 
     def __init__(self, module: nn.Module, decay: float) -> None:
+        check_running_mean(module)
         self.num_steps = 0
         self._step_decay = 0.0
         self._held: Tensor | None = None
@@ -57,25 +88,6 @@ class WeightMean:
         self._module = module
         for collection in collections_of(module).values():
             for storage in collection.all_storages():
-                if storage.is_dynamic:
-                    raise ConfigError(
-                        "a running mean needs permanent rows: dynamic tables add and evict rows",
-                        where=f"table {next(iter(storage.tables))!r}",
-                        fix="give the table a TableConfig (num_ids in the schema), or remove ema_decay",
-                    )
-                if storage.in_tiers:
-                    raise ConfigError(
-                        "a running mean needs tables that are completely in memory",
-                        where=f"tables {', '.join(storage.tables)}",
-                        fix="remove embedding_memory or ema_decay",
-                    )
-                if storage.weight.dtype != torch.float32:
-                    raise ConfigError(
-                        "a running mean needs float32 rows: changes of a mean are too small for 16 bits",
-                        where=f"tables {', '.join(storage.tables)}",
-                        value=storage.tables[next(iter(storage.tables))].dtype,
-                        fix="set the tables' dtype to 'float32', or remove ema_decay",
-                    )
                 self._of_rows.append(RowMean(storage.weight))
                 self._storages.append(storage)
         self.attach(decay)
