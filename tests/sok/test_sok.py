@@ -136,6 +136,17 @@ for wrong in (tf.constant([[[3.0]]]), tf.constant([[[2**63]]], tf.uint64), tf.co
         assert "not whole numbers" in str(error) and wrong.dtype.name in str(error), error
         print("refused")
 
+pooled = sok.DistributedEmbedding(
+    combiner="sum", max_vocabulary_size_per_gpu=10, embedding_vec_size=4, slot_num=2, max_nnz=1
+)
+pairs = sok.All2AllDenseEmbedding(max_vocabulary_size_per_gpu=10, embedding_vec_size=4, slot_num=2)
+for call in (lambda: pooled(tf.sparse.from_dense([[1], [2], [3]])), lambda: pairs(tf.constant([1, 2, 3]))):
+    try:
+        call()  # three rows of samples with two slots: TensorFlow's error of a reshape
+    except DataError as error:
+        assert "a multiple of 2" in str(error), error
+        print("refused")
+
 def apply(pairs):
     with sok.OptimizerScope([layer.embedding_variable]):
         tf.keras.optimizers.Adam(0.1).apply_gradients(pairs)
@@ -148,6 +159,8 @@ calls = {
     "combiner": lambda: sok.get_embedding("a", sok.DistributedEmbedding, slot_num=2, max_nnz=1, **sizes),
     "slots": lambda: sok.All2AllDenseEmbedding(slots=2, **sizes),
     "max_vocabulary_size_per_gpu": lambda: sok.All2AllDenseEmbedding([10], 4),
+    "slot_num is out of range": lambda: sok.All2AllDenseEmbedding(slot_num=0, **sizes),
+    "slot_num has the wrong type": lambda: sok.DistributedEmbedding(combiner="sum", slot_num=2.5, max_nnz=1, **sizes),
     "pairs": lambda: apply(zip([1.0])),
     "grads_and_vars": lambda: apply(3),
     "trainable_variables": lambda: sok.OptimizerScope(3).__enter__(),
@@ -169,7 +182,7 @@ def test_layers_of_sok_1_refuse_other_keys_and_arguments() -> None:
     command = [sys.executable, "-c", KEYS]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | added, timeout=280, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.split() == ["refused"] * 13
+    assert done.stdout.split() == ["refused"] * 17
 
 
 IN_GRAPHS = """

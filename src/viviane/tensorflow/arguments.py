@@ -94,11 +94,26 @@ def number(what: str, value: Any, kind: type[int] | type[float]) -> Any:
     """
     try:
         if isinstance(value, str | int | float | np.integer | np.floating):
-            return kind(value)
+            found = kind(value)
+            if isinstance(value, str) or found == value or kind is float:
+                return found
     except (ValueError, OverflowError):
         pass  # text that is no number, or NaN and infinity as a whole number: refused like another type
     allowed = "a whole number" if kind is int else "a number"
     raise ConfigError(f"{what} has the wrong type", value=f"{type(value).__name__} {value!r}"[:200], allowed=allowed)
+
+
+def positive(what: str, value: Any) -> int:
+    """Return a whole number of at least 1, given as `number` takes it.
+
+    Example:
+        >>> positive("slot_num", "3")
+        3
+    """
+    found: int = number(what, value, int)
+    if found < 1:
+        raise ConfigError(f"{what} is out of range", value=found, allowed="at least 1")
+    return found
 
 
 def type_name(what: str, value: Any) -> str:

@@ -17,7 +17,7 @@ import numpy as np
 
 from viviane.core.errors import CheckpointError, ConfigError, DataError, expect
 from viviane.core.files import write_bytes_atomic
-from viviane.tensorflow.arguments import fitting, float_rows, folder_of, listed, number, pairs_of
+from viviane.tensorflow.arguments import fitting, float_rows, folder_of, listed, number, pairs_of, positive
 from viviane.tensorflow.host_calls import plain_python, tensorflow
 from viviane.tensorflow.lookup import all2all_dense_embedding, lookup_sparse
 from viviane.tensorflow.optimizer import Adam, OptimizerWrapper
@@ -123,13 +123,22 @@ def _distributed() -> Any:
             if combiner not in ("sum", "mean"):
                 raise ConfigError("no such combiner", value=combiner, allowed="'sum', 'mean'")
             del max_feature_num  # room for keys of a batch, which needs none here
-            self.combiner, self.slot_num, self.max_nnz = combiner, slot_num, max_nnz
+            self.combiner = combiner
+            self.slot_num, self.max_nnz = positive("slot_num", slot_num), positive("max_nnz", max_nnz)
 
         def call(self, inputs: Any, training: bool = True) -> Any:
             rows = lookup_sparse(self._variable, inputs, combiners=self.combiner, training=training)
+            _check_multiple("DistributedEmbedding, rows of the SparseTensor", rows.shape[0], self.slot_num)
             return tensorflow().reshape(rows, (-1, self.slot_num, self.embedding_vec_size))
 
     return DistributedEmbedding
+
+
+def _check_multiple(where: str, count: int | None, each: int) -> None:
+    """Refuse a number of rows that is no multiple of a sample's; None, in a graph, is not known yet."""
+    if count is not None and count % each:
+        raise DataError("the batch is no whole number of samples", where=where, value=count,
+                        allowed=f"a multiple of {each}", fix="correct slot_num, or the shape of the keys")  # fmt: skip
 
 
 def _whole(keys: Any) -> Any:
@@ -162,12 +171,15 @@ def _all_to_all() -> Any:
                 max_vocabulary_size_per_gpu, embedding_vec_size, use_hashtable, key_dtype, embedding_initializer,
                 **options,
             )  # fmt: skip
-            self.slot_num, self.nnz_per_slot, self.dynamic_input = slot_num, nnz_per_slot, dynamic_input
+            self.slot_num, self.nnz_per_slot = positive("slot_num", slot_num), positive("nnz_per_slot", nnz_per_slot)
+            self.dynamic_input = dynamic_input
 
         def call(self, inputs: Any, training: bool = True) -> Any:
             tf = tensorflow()
             keys = inputs if inputs.dtype in (tf.int32, tf.int64) else _whole(inputs)
             if not self.dynamic_input:
+                count = keys.shape.num_elements()
+                _check_multiple("All2AllDenseEmbedding, keys", count, self.slot_num * self.nnz_per_slot)
                 keys = tf.reshape(keys, (-1, self.slot_num, self.nnz_per_slot))
             rows = all2all_dense_embedding(self._variable, keys, training=training)
             rows.set_shape([*keys.shape, self.embedding_vec_size])
