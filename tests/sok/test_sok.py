@@ -69,6 +69,15 @@ one = sok.Variable(np.ones((4, 2), np.float32), name="one")
 ids = tf.RaggedTensor.from_row_lengths(tf.constant([1, 2], tf.int64), [2])
 wrapper = sok.OptimizerWrapper(tf.keras.optimizers.Adam(0.1))
 new = dict(shape=(4, 2), initializer=tf.keras.initializers.Ones())
+
+
+def train(gradient):
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(sok.lookup_sparse([one], [ids], combiners=["sum"])[0])
+    tape.gradient(loss, [one])
+    wrapper.apply_gradients([(gradient, one)])
+
+
 calls = {
     "initial_value": lambda x: sok.Variable(x),
     "shape": lambda x: sok.Variable(**{**new, "shape": x}),
@@ -92,6 +101,7 @@ calls = {
     "values": lambda x: sok.assign(one, tf.constant([1], tf.int64), x),
     "pairs": lambda x: wrapper.apply_gradients(x),
     "pair": lambda x: wrapper.apply_gradients([x]),
+    "gradient": train,
     "comm_tool": lambda x: sok.init(comm_tool=x),
 }
 values = [3, -1, 2**63, float("nan"), "x", "", b"x", [None], [[]], {"a": 1}, object(), tf.constant("a"),

@@ -36,6 +36,7 @@ _numbers = itertools.count()
 _Lookup: TypeAlias = tuple[Handover | SmallStep | None, torch.Size, torch.dtype]
 """What takes the gradient of a lookup, if anything does, and the shape and type that it has to have."""
 _MOST_SHAPES: Final = 8
+_RATES: Final = "a finite number from 0"
 
 
 class LostUpdateError(VivianeError, RuntimeError):
@@ -382,9 +383,21 @@ def checked_rate(value: Any, where: str) -> float:
     """Return a learning rate as a number.
 
     Raises:
-        ConfigError: it is not finite, or negative.
+        ConfigError: it is no single number, not finite, or negative.
+
+    Example:
+        >>> checked_rate([0.1, 0.2], "fit")
+        Traceback (most recent call last):
+        ...
+        viviane.core.errors.ConfigError: not a learning rate
+          where:   fit
+          value:   '[0.1, 0.2]'
+          allowed: a finite number from 0
     """
-    rate = float(value)
+    try:
+        rate = float(value)
+    except (TypeError, ValueError):
+        raise ConfigError("not a learning rate", where=where, value=str(value)[:100], allowed=_RATES) from None
     if not math.isfinite(rate) or rate < 0:
-        raise ConfigError("not a learning rate", where=where, value=rate, allowed="a finite number from 0")
+        raise ConfigError("not a learning rate", where=where, value=rate, allowed=_RATES)
     return rate

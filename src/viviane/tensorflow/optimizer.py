@@ -139,12 +139,12 @@ class OptimizerWrapper:
         @short_traceback
         def step(rate: Any, *factors: Any) -> Any:
             for table, factor in zip(tables, factors, strict=True):
-                table.step(self.settings, checked_rate(rate, "OptimizerWrapper"), float(factor))
+                table.step(self.settings, checked_rate(rate, "OptimizerWrapper"), _factor(factor))
             return np.int64(0)
 
         steps = self.iterations
         rate = tf.cast(self._rate(), tf.float32)
-        factors = [tf.cast(tf.convert_to_tensor(one), tf.float32) for one, _ in pairs]
+        factors = [_as_factor(one) for one, _ in pairs]
         done = host_call(step, [rate, *factors], tf.int64)
         with tf.control_dependencies([done]):
             return tf.group(steps.assign_add(1))
@@ -211,6 +211,31 @@ class OptimizerWrapper:
     def slot_name(self, state: str) -> str:
         """Return what TensorFlow and SOK's files call a state of a table."""
         return _SLOTS.get(type(self.settings).__name__, {}).get(state, state)
+
+
+def _as_factor(given: Any) -> Any:
+    """Return what a table's gradients are multiplied by, float32: the gradient of its variable stands for it."""
+    tf = tensorflow()
+    try:
+        made = tf.convert_to_tensor(given)
+        if made.dtype.is_floating or made.dtype.is_integer:
+            return tf.cast(made, tf.float32)
+    except (TypeError, ValueError):
+        pass
+    raise _no_gradient(type(given).__name__)
+
+
+def _factor(given: Any) -> float:
+    if np.size(given) != 1:
+        raise _no_gradient(f"shape {np.shape(given)}")
+    return float(np.reshape(given, ()))
+
+
+def _no_gradient(value: str) -> ConfigError:
+    return ConfigError(
+        "not the gradient of a table's variable", where="OptimizerWrapper, grads_and_vars", value=value,
+        allowed="what the tape gives for the variable, or a multiple of it",
+    )  # fmt: skip
 
 
 def _keras_base(optimizer: Any) -> Any:
