@@ -144,8 +144,6 @@ class TrainerBase:
         self.optimizer = chosen
         self.device = resolve_device(solver.device)
         self.module = module.to(self.device)
-        if solver.ema_decay is not None:
-            check_running_mean(self.module, self.group)
         self.metrics = choose_metrics(schema, metrics)
         place = None if run_folder is None else location(run_folder)
         self.mirror = RunMirror(place) if isinstance(place, RemotePath) else None
@@ -189,11 +187,13 @@ class TrainerBase:
         Raises:
             DataError: a binary label is not between 0 and 1, in a batch on the CPU.
             NumericsError, KeyRangeError: NaN or infinite numbers; a key out of range; no weight has been changed.
-            ConfigError: another thread trains the model.
+            ConfigError: another thread trains the model; ema_decay is set, and a table has no running mean.
         """
         if batch.one_hot.is_cpu:
             check_binary_labels(batch, self.schema, self.group)
         with self.lock:
+            if self.solver.ema_decay is not None and self.stepper.mean is None:
+                check_running_mean(self.module, self.group)
             there = batch.to(self.device)
             if self.step == 0:
                 seed_rank(self.solver.seed, self.group.rank)
@@ -373,6 +373,7 @@ class TrainerBase:
         """Restore the running mean of weights from `place`; without one it starts at the current weights."""
         self.stepper.mean = None
         if self.solver.ema_decay is not None and "mean_steps" in place.values:
+            check_running_mean(self.module, self.group)
             self.stepper.mean = WeightMean(self.module, self.solver.ema_decay)
             self.stepper.mean.restore(place, place.values["mean_steps"])
 
