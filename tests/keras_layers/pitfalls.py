@@ -149,7 +149,7 @@ def keys_and_rows():
     messages = []
     for wrong in (
         [np.array([7.5]), np.ones((1, DIM))], [np.array([7]), np.ones((2, DIM))], [np.array([9, 9]), np.ones((2, DIM))],
-        [np.arange(65), np.ones((65, DIM))],
+        [np.arange(65), np.ones((65, DIM))], [[[1], 2], np.ones((2, DIM))], [np.array([7]), [[1.0] * DIM, [1.0]]],
     ):  # fmt: skip
         try:
             layer.set_weights(wrong)

@@ -241,6 +241,8 @@ def test_weights_of_a_dynamic_table_are_its_keys_and_rows(backend: str) -> None:
     assert "differ in their shapes" in found["messages"][1]
     assert "twice" in found["messages"][2]
     assert "more keys than the table may hold" in found["messages"][3]
+    assert "keys are no array" in found["messages"][4]
+    assert "rows are no array" in found["messages"][5]
 
 
 def test_a_loaded_model_and_its_tables_have_one_rate(backend: str) -> None:

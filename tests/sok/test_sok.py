@@ -98,6 +98,7 @@ calls = {
     "path": lambda x: sok.dump(x, one),
     "optimizer": lambda x: sok.load("folder", one, x),
     "optimizer of dump": lambda x: sok.dump("folder", one, x),
+    "keys of rows": lambda x: sok.assign(one, x, np.ones((2, 2))),
     "values": lambda x: sok.assign(one, tf.constant([1], tf.int64), x),
     "pairs": lambda x: wrapper.apply_gradients(x),
     "pair": lambda x: wrapper.apply_gradients([x]),
@@ -105,7 +106,7 @@ calls = {
     "comm_tool": lambda x: sok.init(comm_tool=x),
 }
 values = [3, -1, 2**63, float("nan"), "x", "", b"x", [None], [[]], {"a": 1}, object(), tf.constant("a"),
-          np.zeros((2, 2)), np.zeros(3, complex)]
+          np.zeros((2, 2)), np.zeros(3, complex), [[[]], 3], (1, [2])]
 refused = 0
 for name, call in calls.items():
     for value in values:

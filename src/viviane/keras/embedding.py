@@ -159,7 +159,7 @@ class OneTable(TableLayer):
             self._replace_content(*weights)
             return
         (rows,) = weights
-        given = torch.from_numpy(np.array(rows))
+        given = _given_rows(rows, self.where)
         if tuple(given.shape) != (self.input_dim, self.output_dim):
             raise ConfigError(
                 "the shape differs", where=self.where, value=tuple(given.shape),
@@ -176,8 +176,8 @@ class OneTable(TableLayer):
         return self.collection.dynamic_table(self._name)
 
     def _replace_content(self, keys: Any, rows: Any) -> None:
-        table, given = self._dynamic_table(), torch.from_numpy(np.array(rows, dtype="float32"))
-        new = array_keys(np.array(keys), self.where).to(torch.int64)
+        table, given = self._dynamic_table(), _given_rows(rows, self.where)
+        new = array_keys(_array("keys", keys, self.where), self.where).to(torch.int64)
         if new.dim() != 1 or tuple(given.shape) != (len(new), self.output_dim):
             raise ConfigError(
                 "keys and rows differ in their shapes", where=self.where, value=(tuple(new.shape), tuple(given.shape)),
@@ -237,6 +237,29 @@ class OneTable(TableLayer):
         if "optimizer" not in config:
             raise ConfigError("the settings of a layer lack a key", value="optimizer")
         return cls(**{**config, "optimizer": load_optimizer(config["optimizer"])})
+
+
+def _array(what: str, value: Any, where: str) -> np.ndarray[Any, Any]:
+    """Return an array, or refuse lists of different lengths by name."""
+    try:
+        return np.array(value)
+    except ValueError as error:
+        raise ConfigError(f"{what} are no array", where=where, value=str(error)[:200]) from error
+
+
+def _given_rows(rows: Any, where: str) -> torch.Tensor:
+    """Return rows as a tensor.
+
+    Raises:
+        ConfigError: they are no rectangle of real numbers.
+    """
+    found = _array("rows", rows, where)
+    if found.dtype.kind not in "fiub":  # such as bfloat16
+        try:
+            found = found.astype(np.float32, casting="same_kind" if found.dtype.kind == "c" else "unsafe")
+        except (TypeError, ValueError) as error:
+            raise ConfigError("rows must be real numbers", where=where, value=str(error)[:200]) from error
+    return torch.from_numpy(found)
 
 
 def _without_stock_options(options: dict[str, Any]) -> dict[str, Any]:

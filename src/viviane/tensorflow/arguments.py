@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from viviane.core.errors import ConfigError, expect
 from viviane.core.optional import require
+from viviane.core.whole_numbers import whole_numbers
 
 
 def fitting(where: str, function: Callable[..., Any], args: Sequence[Any], options: Mapping[str, Any]) -> None:
@@ -101,6 +102,20 @@ def number(what: str, value: Any, kind: type[int] | type[float]) -> Any:
         pass  # text that is no number, or NaN and infinity as a whole number: refused like another type
     allowed = "a whole number" if kind is int else "a number"
     raise ConfigError(f"{what} has the wrong type", value=f"{type(value).__name__} {value!r}"[:200], allowed=allowed)
+
+
+def whole_keys(what: str, value: Any) -> NDArray[np.int64]:
+    """Return keys as an array of int64, of any shape.
+
+    Example:
+        >>> whole_keys("indices", [[3], [4.0]]).tolist()
+        [[3], [4]]
+    """
+    try:
+        found = value if isinstance(value, list | tuple) else np.asarray(value)  # one of a list may round large numbers
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{what} must be whole numbers", value=str(error)[:200]) from error
+    return whole_numbers(found, np.int64, what)
 
 
 def positive(what: str, value: Any) -> int:

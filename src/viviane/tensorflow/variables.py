@@ -17,7 +17,6 @@ import torch
 from viviane.core.digits import number_in
 from viviane.core.errors import ConfigError, expect
 from viviane.core.logging import get_logger
-from viviane.core.whole_numbers import whole_numbers
 from viviane.embedding import (
     ConstantInit,
     DynamicTableConfig,
@@ -26,7 +25,7 @@ from viviane.embedding import (
     TableConfig,
     UniformInit,
 )
-from viviane.tensorflow.arguments import float_rows, listed, number, optional, type_name
+from viviane.tensorflow.arguments import float_rows, listed, number, optional, type_name, whole_keys
 from viviane.tensorflow.host_calls import tensorflow
 from viviane.tensorflow.processes import size
 from viviane.tensorflow.table_variable import check_moved, has_table, table_of, variable_class
@@ -312,7 +311,7 @@ def assign(variable: Any, indices: Any, values: Any) -> Any:
         ConfigError: shapes differ, or a key is not in a fixed table.
     """
     table = table_of(variable)
-    keys = torch.from_numpy(whole_numbers(np.asarray(indices), np.int64, "indices").ravel().copy())
+    keys = torch.from_numpy(whole_keys("indices", indices).ravel().copy())
     table.put(keys, torch.from_numpy(float_rows("values", values).copy()))
     return variable
 
