@@ -221,7 +221,7 @@ def _as_factor(given: Any) -> Any:
         if made.dtype.is_floating or made.dtype.is_integer:
             return tf.cast(made, tf.float32)
     except (TypeError, ValueError):
-        pass
+        pass  # refused below, as a tensor of another type is
     raise _no_gradient(type(given).__name__)
 
 
