@@ -53,3 +53,25 @@ def test_import_is_quick(first: dict[str, Any]) -> None:
             again = measure()
             best = min(best, again["seconds"] / again["torch"])
     assert best < BUDGET_SHARE, f"viviane and its names take {best:.2f} of torch's own import: see python -X importtime"
+
+
+TRAINS = """
+import sys, tempfile
+import viviane as vv
+from viviane.data import write_dataset
+
+schema = vv.Schema(labels=[{"name": "click"}], categorical=[{"name": "user", "num_ids": 50}])
+rows = {"click": [0.0, 1.0] * 64, "user": [7 * i % 40 + 3 for i in range(128)]}
+data = write_dataset(tempfile.mkdtemp() + "/train", schema, [rows])
+model = vv.Model(vv.Solver(batch_size=32, device="cpu", deterministic=True), data)
+model.add(vv.zoo.DeepFM(dim=4, deep_mlp=[8]))
+model.compile(vv.Adam())
+model.fit(data, epochs=2)
+model.evaluate(data)
+print(model.trainer.step, *sorted(name for name in sys.modules if name in ("torch._dynamo", "torch._inductor")))
+"""
+
+
+def test_training_on_a_cpu_does_not_load_torchs_compiler() -> None:
+    done = subprocess.run([sys.executable, "-P", "-c", TRAINS], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "8"  # steps, and no module

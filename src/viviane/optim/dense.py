@@ -11,6 +11,7 @@ defines where the gradient of a dense weight is.
 
 from __future__ import annotations
 
+import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
@@ -89,7 +90,9 @@ class DenseOptimizer(torch.optim.Optimizer):
         if "lr" in param_group:
             param_group.setdefault("initial_lr", param_group["lr"])
             param_group.setdefault("own_lr", True)
-        super().add_param_group(param_group)
+        # torch keeps its compiler out of this call, and imports it for that: a second in which nothing is trained.
+        add = inspect.unwrap(torch.optim.Optimizer.add_param_group)
+        add(self, param_group)
 
     def update(self, scale: float | Tensor = 1.0) -> None:
         """Do what `step` does, without the range of torch's profiler around it, which takes longer than small updates.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -36,7 +37,7 @@ def torch_switches(solver: Solver, device: torch.device) -> Iterator[None]:
     if solver.deterministic:
         if device.type == "cuda":
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it at its first call
-        torch.use_deterministic_algorithms(True)
+        _set_deterministic(True, False, device)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         torch.backends.cudnn.benchmark = False
     if solver.num_threads is not None:
@@ -44,11 +45,19 @@ def torch_switches(solver: Solver, device: torch.device) -> Iterator[None]:
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(was_on, warn_only=warned)
+        _set_deterministic(was_on, warned, device)
         torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
         torch.backends.cudnn.benchmark = benchmark
         if solver.num_threads is not None:
             torch.set_num_threads(threads)
+
+
+def _set_deterministic(is_on: bool, warns: bool, device: torch.device) -> None:
+    if device.type == "cpu" and "torch._dynamo" not in sys.modules:
+        # `use_deterministic_algorithms` would load torch's compiler for its own switch: a second, and nothing compiles.
+        torch.set_deterministic_debug_mode(("warn" if warns else "error") if is_on else "default")
+    else:
+        torch.use_deterministic_algorithms(is_on, warn_only=warns)
 
 
 class Interrupt:

@@ -123,6 +123,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for name, tensor in (*inputs.items(), *constants.items()):
             self._bind(tensor, name)
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return False, which torch asks: to keep its compiler out it would load it; no recorded step is compiled."""
+        return False
+
     # What is recorded ---------------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
