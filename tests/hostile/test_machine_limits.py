@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from viviane.core.errors import ConfigError
+from viviane.core.machine import free_memory
+from viviane.nn.init import Initializer
 from warm import Warm
 
 LIMITED = """
@@ -111,3 +114,13 @@ def test_a_command_under_a_limit(name: str, kind: str, amount: int, place: Path,
     if done.returncode:
         assert "error: " in done.stderr, done.stderr
         assert "  do: " in done.stderr, done.stderr
+
+
+def test_a_weight_larger_than_half_of_the_free_memory_is_refused_before_it_is_taken() -> None:
+    free = free_memory()
+    assert free is not None
+    with pytest.raises(ConfigError, match="a weight does not fit into memory") as refused:
+        Initializer(0, "deep").uniform("weight", (2, free // 10), 1.0)  # .8 of it
+    assert "layer 'deep', weight" in str(refused.value)
+    made = Initializer(0, "deep").uniform("weight", (2, 1 << 23), 1.0)  # 64 MiB fit
+    assert made.shape == (2, 1 << 23)

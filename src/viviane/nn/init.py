@@ -10,6 +10,7 @@ from pydantic import BeforeValidator
 from torch import Tensor, nn
 
 from viviane.core.errors import ConfigError
+from viviane.core.machine import free_memory
 from viviane.core.seeds import derive_seed
 
 HUGECTR_NAMES: Final = {
@@ -20,6 +21,9 @@ HUGECTR_NAMES: Final = {
     "Zero": "zero",
 }
 """The members of HugeCTR's Initializer_t, which every layer takes besides our own names."""
+
+_LARGE: Final = 1 << 26
+"""Bytes of a weight from which it is compared with the free memory, which takes the system some 100 us to tell."""
 
 
 def _our_name(value: Any) -> Any:
@@ -40,7 +44,7 @@ class Initializer:
         most_bytes: of one weight; None: no limit.
 
     Raises:
-        ConfigError: a weight would be larger.
+        ConfigError: a weight would be larger, or larger than half of the free memory.
 
     Example:
         >>> a = Initializer(1, "mlp").uniform("weight", (2, 3), 0.5)
@@ -54,13 +58,20 @@ class Initializer:
         self.most_bytes = most_bytes
 
     def check_size(self, parameter: str, numbers: int) -> None:
-        """Refuse a weight or buffer of so many numbers if it would be larger than `most_bytes`."""
+        """Refuse a weight or buffer of so many numbers if it is larger than `most_bytes` or half of the free memory."""
         size = numbers * torch.get_default_dtype().itemsize
         if self.most_bytes is not None and size > self.most_bytes:
             raise ConfigError(
                 "a weight is larger than the file of all weights", where=f"layer {self.layer!r}, {parameter}",
                 value=f"{size} bytes", allowed=f"at most {self.most_bytes} bytes",
                 fix="use another copy of the model",
+            )  # fmt: skip
+        if size > _LARGE and (free := free_memory()) is not None and 2 * size > free:
+            # Systems that hand out more memory than they have would end the process when it is filled.
+            raise ConfigError(
+                "a weight does not fit into memory", where=f"layer {self.layer!r}, {parameter}",
+                value=f"{size} bytes", fix="make the layer narrower",
+                allowed=f"at most {free // 2} bytes: {free} are free, and a gradient takes as many",
             )  # fmt: skip
 
     def _empty(self, parameter: str, shape: tuple[int, ...]) -> Tensor:
