@@ -122,5 +122,5 @@ def test_a_weight_larger_than_half_of_the_free_memory_is_refused_before_it_is_ta
     with pytest.raises(ConfigError, match="a weight does not fit into memory") as refused:
         Initializer(0, "deep").uniform("weight", (2, free // 10), 1.0)  # .8 of it
     assert "layer 'deep', weight" in str(refused.value)
-    made = Initializer(0, "deep").uniform("weight", (2, 1 << 23), 1.0)  # 64 MiB fit
-    assert made.shape == (2, 1 << 23)
+    made = Initializer(0, "deep").constant((2, 10 << 20))  # 80 MiB are compared, too, and fit
+    assert made.shape == (2, 10 << 20)
