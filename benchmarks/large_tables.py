@@ -134,10 +134,11 @@ def measure_switches(folder: Path, rows: int, limit: int, share: float, known: b
     rates of the same run, over the time of the switch with its fsync.
     """
     words = [sys.executable, __file__, "--worker", str(folder), str(rows), str(share), str(int(known))]
-    own = limit + int(rows * share * ROW_BYTES)  # the rows of a pass are in memory, beside the page cache
+    # The rows of a pass are in memory, beside the page cache, and the keys of all passes, here and in the plan.
+    own = limit + int(rows * share * (ROW_BYTES + 16 * PASSES))
     done = run_limited(words, own, timeout_s=900)
     if done.code:
-        sys.exit(done.output)
+        sys.exit(f"passes of {share:.0%}: exit code {done.code}\n{done.output}")
     result = json.loads(done.output.splitlines()[-1])
     shares, rates, of_pages = [], [], []
     for one in result["switches"]:

@@ -25,7 +25,7 @@ ONE_GPU = (
     "tests/ops/gpu tests/embedding tests/nn/test_layers_cuda.py tests/etl/test_gpu_engine.py "
     "tests/training/test_gpu.py tests/training/test_captured_step.py tests/training/test_feed_gpu.py "
     "tests/training/test_controls.py tests/training/test_recorded_models.py tests/training/test_random_runs.py "
-    "tests/serving/test_session_cuda.py tests/export/test_export_cuda.py "
+    "tests/parallel/test_sharded_tiers.py tests/serving/test_session_cuda.py tests/export/test_export_cuda.py "
     "tests/keras_layers/test_gpu.py"
 )
 SEVERAL_GPUS = (

@@ -9,9 +9,10 @@ import torch
 from viviane.batch import Bag
 from viviane.config import SGD, AdaGrad, Adam, AdamW, Ftrl, Lamb, RMSProp, RowWiseAdam
 from viviane.core.errors import ConfigError
-from viviane.embedding import EmbeddingCollection, FeatureConfig, TableConfig
+from viviane.embedding import DynamicTableConfig, EmbeddingCollection, FeatureConfig, TableConfig
 from viviane.embedding.cache_sizes import CacheSettings
 from viviane.embedding.cached_storage import CachedStorage
+from viviane.embedding.dynamic_content import DynamicContent
 from viviane.store.slots import CacheFullError
 
 ROWS = {"user": 400, "item": 300, "shop": 5}
@@ -241,3 +242,61 @@ def test_a_second_backward_after_the_step_is_refused() -> None:
     emb.step(lr=0.1)
     with pytest.raises(ConfigError, match="whose step is over"):
         loss.backward()
+
+
+def mixed(share: float | None) -> EmbeddingCollection:
+    """Return a collection with dynamic tables, one-hot, of bags and of "concat", among those in tiers."""
+    tables: list[TableConfig | DynamicTableConfig] = [
+        TableConfig(name=name, num_rows=rows, dim=4) for name, rows in ROWS.items()
+    ]
+    admission = {"type": "count", "count": 2}
+    tables += [
+        DynamicTableConfig(name="seen", dim=4, max_capacity=40, when_full="evict", eviction="lfu", admission=admission),
+        DynamicTableConfig(name="path", dim=4, padding_id=0),
+    ]
+    features = [
+        FeatureConfig(name="s", table="seen"),
+        FeatureConfig(name="u", table="user"),
+        FeatureConfig(name="b", table="seen", combiner="mean"),
+        FeatureConfig(name="p", table="path", combiner="concat", max_length=3),
+        FeatureConfig(name="i", table="item", combiner="mean"),
+        FeatureConfig(name="last", table="item", combiner="concat", max_length=3),
+    ]
+    cache = None
+    if share is not None:
+        size = row_bytes(TableConfig(name="x", num_rows=1, dim=4), Adam())
+        cache = CacheSettings(tables={n: round(ROWS[n] * share) * size for n in ("user", "item")})
+    return EmbeddingCollection(tables, features, Adam(), seed=3, cache=cache)
+
+
+def test_rows_are_fetched_ahead_beside_dynamic_tables_whose_keys_wait_for_their_batch() -> None:
+    given = [one | {"b": one["i"], "p": one["last"]} for one in batches(25)]
+    truth, cached = mixed(None), mixed(0.4)
+    assert cached.looks_ahead
+    assert not truth.looks_ahead
+    assert train(truth, given) == train(cached, given, ahead=2)
+    for name in ("user", "item"):
+        one, other = truth.export_table(name), cached.export_table(name)
+        assert_equal({"weight": one.weight, **one.state}, {"weight": other.weight, **other.state})
+    for name in ("seen", "path"):
+        one, other = truth.dynamic_table(name).export(), cached.dynamic_table(name).export()
+        assert len(one.keys) > 5
+        assert_equal(as_tensors(one), as_tensors(other))
+
+    [storage] = [one for one in cached.all_storages() if isinstance(one, CachedStorage) and one.tiers]
+    bag = given[7]["i"]
+    later = given[7] | {"i": Bag(bag.values // 2 + 140, bag.offsets), "p": Bag(bag.values + 1_000, bag.offsets)}
+    counts, misses = len(cached.dynamic_table("path").export().keys), storage.cache.hits_and_misses()[1]
+    assert cached.resolve_ahead(later)
+    fetched = storage.cache.hits_and_misses()[1]
+    assert fetched > misses
+    assert len(cached.dynamic_table("path").export().keys) == counts
+    cached(later)
+    assert storage.cache.hits_and_misses()[1] == fetched
+    assert len(cached.dynamic_table("path").export().keys) > counts
+
+
+def as_tensors(content: DynamicContent) -> dict[str, torch.Tensor]:
+    found = {name: getattr(content, name) for name in content.__dataclass_fields__}
+    found |= found.pop("state")
+    return {name: part for name, part in found.items() if isinstance(part, torch.Tensor)}

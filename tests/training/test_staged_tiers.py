@@ -64,10 +64,10 @@ def test_losses_and_checkpoints_are_those_of_tables_in_memory(
     late: list[Any] = []
     resolve = EmbeddingCollection.resolve
 
-    def watched(self: Any, batch: Any, training: bool, where: Any = None, *, ahead: bool = False) -> Any:
+    def watched(self: Any, batch: Any, training: bool, *others: Any, ahead: bool = False, **named: Any) -> Any:
         if training and not ahead:
             late.append(batch)
-        return resolve(self, batch, training, where, ahead=ahead)
+        return resolve(self, batch, training, *others, ahead=ahead, **named)
 
     monkeypatch.setattr(EmbeddingCollection, "resolve", watched)
     model, history = fit(data, tmp_path / "tiers", optimizer=optimizer, epochs=1, embedding_memory=MEMORY)

@@ -301,10 +301,10 @@ class CachedStorage(Storage):
         """Return slots by rising row id, and the entry that each came from."""
         spare = 0 if self.plans_on_host else SWAP_PROGRAMS
         _, order = sort_entries(self._row_ids(slots), self.key_null + ZERO_ROWS, spare=spare)
-        return slots[order.to(torch.int64)], order
+        return slots.index_select(0, order), order
 
     def _row_ids(self, slots: Tensor) -> Tensor:
-        return self.cache.row_ids[slots.to(torch.int64)].to(slots.dtype)
+        return self.cache.row_ids.index_select(0, slots).to(slots.dtype)
 
     def _entries(self) -> Entries:
         """Return all entries that wait, on a GPU by rising row id: how it rounds a sum depends on that order."""

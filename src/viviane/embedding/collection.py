@@ -30,12 +30,13 @@ from viviane.embedding.construction import by_name, checked_dtype, make_storages
 from viviane.embedding.dynamic import DynamicTable
 from viviane.embedding.dynamic_config import DynamicTableConfig
 from viviane.embedding.dynamic_storage import DynamicStorage
-from viviane.embedding.keys import Violation, Violations
+from viviane.embedding.keys import Violations
 from viviane.embedding.lookup import (
     Lookup,
     LookupPlan,
     LookupPlanner,
     OneHotPlan,
+    TablesOf,
     arrive,
     gather,
     hand_over,
@@ -46,10 +47,11 @@ from viviane.embedding.lookup import (
 )
 from viviane.embedding.operators import new_number
 from viviane.embedding.output import EmbeddingOutput
+from viviane.embedding.resolved_ahead import ResolvedAhead, both
 from viviane.embedding.state import TableState, TableSummary, summarize
 from viviane.embedding.static_lookup import Resolved
 from viviane.embedding.storage import Storage
-from viviane.embedding.table_storage import StorageLookup, TableStorage, begin_updates, sent
+from viviane.embedding.table_storage import TableStorage, begin_updates, sent
 from viviane.ops.dispatch import kernels_serve
 from viviane.ops.dot_interaction import TableRows
 from viviane.ops.int8_rows import is_int8
@@ -127,7 +129,7 @@ class EmbeddingCollection(LocalCollection):
         self._memory = Buffers(checked_dtype(output_dtype))
         self._plans: dict[tuple[tuple[str, ...], torch.device], LookupPlan] = {}
         self._number = new_number(self)
-        self._ahead: dict[int, tuple[AnyKeys, Resolved, list[Violation]]] = {}
+        self._ahead: dict[int, ResolvedAhead] = {}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
@@ -223,7 +225,8 @@ class EmbeddingCollection(LocalCollection):
             if self.gradient_watch is not None:
                 flat.register_hook(self.gradient_watch)
         else:
-            flat = self._gather(parts, size, memory)
+            with torch.no_grad():
+                flat = gather(parts, size, self._width, memory)
         return EmbeddingOutput(flat, self._places, masks, wide)
 
     @torch.no_grad()
@@ -262,11 +265,10 @@ class EmbeddingCollection(LocalCollection):
         """Do what `look_up_apart` does, without a watch of gradients; return the masks of "concat" features as well."""
         size, parts, masks = self._resolved(batch, self.training)
         arrive(parts)
-        device = self.device
         moves = any(part.tables for part in parts)
         if moves:
             prepare(parts, size, self._width)
-        flat = gather(parts, size, self._width, self._output_memory(device)[0])
+        flat = gather(parts, size, self._width, self._output_memory(self.device)[0])
         return flat, masks, partial(hand_over, parts) if moves else None
 
     def all_rows(self, table: str) -> Tensor:
@@ -276,15 +278,13 @@ class EmbeddingCollection(LocalCollection):
 
     def _resolved(self, batch: AnyKeys, training: bool) -> Resolved:
         """Take what was resolved ahead, or resolve now; then rows of batches whose turn comes later may have to go."""
-        kept = self._ahead.pop(id(batch), None)
-        if kept is not None:
-            _, found, violations = kept
+        if (kept := self._ahead.pop(id(batch), None)) is not None:
             try:
-                settle(found[1])
-                self._violations.extend(violations)
-                return found
+                settle(kept.found[1])
+                self._violations.extend(kept.violations)
+                return kept.found if kept.of == "all" else both(kept.found, self.resolve(batch, training, of="dynamic"))
             except CacheFullError:  # rows of batches before it were in use when it was announced
-                del kept, found
+                del kept
         try:
             return self.resolve(batch, training)
         except CacheFullError:
@@ -300,11 +300,13 @@ class EmbeddingCollection(LocalCollection):
 
     @property
     def looks_ahead(self) -> bool:
-        """Whether `resolve_ahead` can fetch rows; keys of dynamic tables are counted when their batch comes."""
-        return self.has_tiers and not any(one.is_dynamic for one in self.all_storages())
+        """Whether `resolve_ahead` can fetch rows."""
+        return any(one.in_tiers for one in self._fixed)
 
     def resolve_ahead(self, batch: AnyKeys, host: AnyKeys | None = None) -> bool:
         """Begin to fetch the rows of a batch that will be trained on; for the next lookup of the same object.
+
+        Keys of dynamic tables are resolved when the batch is looked up: it counts them, and new ones get rows.
 
         Args:
             batch: what will be looked up.
@@ -314,15 +316,16 @@ class EmbeddingCollection(LocalCollection):
             False where that is not possible: its lookup has the reason, or it is too early, since rows of other batches
             fill the cache.
         """
+        of: TablesOf = "fixed" if self._dynamic else "all"
         try:
             with self._violations.apart() as violations:
                 if self.plans_on_host:
-                    found = self._resolve_on_host(batch if host is None else host)
+                    found = self._resolve_on_host(batch if host is None else host, of)
                 else:
                     if isinstance(batch, Batch):
                         batch.wait()
-                    found = self.resolve(batch, training=True, ahead=True)
-            self._ahead[id(batch)] = batch, found, violations
+                    found = self.resolve(batch, training=True, ahead=True, of=of)
+            self._ahead[id(batch)] = ResolvedAhead(batch, found, violations, of)
         except (VivianeError, IndexError):
             return False
         return True
@@ -346,18 +349,17 @@ class EmbeddingCollection(LocalCollection):
 
     def provide(self, batch: Batch, found: Resolved) -> None:
         """Let the next lookup of a batch be this one."""
-        self._ahead[id(batch)] = batch, found, []
+        self._ahead[id(batch)] = ResolvedAhead(batch, found, [])
 
     @property
     def plans_on_host(self) -> bool:
         """Whether the host gives rows slots, by keys in host memory; otherwise the device does."""
         return self.device.type == "cpu" or any(one.plans_on_host for one in self._storages)
 
-    def _resolve_on_host(self, batch: AnyKeys) -> Resolved:
+    def _resolve_on_host(self, batch: AnyKeys, of: TablesOf) -> Resolved:
         """Resolve keys in host memory for a lookup on the collection's device."""
-        size, parts, masks = self.resolve(batch, training=True, where=torch.device("cpu"), ahead=True)
-        there = {name: sent(mask, self.device) for name, mask in masks.items()}
-        return size, [part.to(self.device) for part in parts], there
+        size, parts, masks = self.resolve(batch, training=True, where=torch.device("cpu"), ahead=True, of=of)
+        return size, [part.to(self.device) for part in parts], {n: sent(m, self.device) for n, m in masks.items()}
 
     def forget_ahead(self, batch: AnyKeys) -> None:
         """Let go of a batch that was resolved ahead, if it was not looked up."""
@@ -368,30 +370,32 @@ class EmbeddingCollection(LocalCollection):
         self._ahead.clear()
 
     def resolve(
-        self, batch: AnyKeys, training: bool, where: torch.device | None = None, *, ahead: bool = False
+        self,
+        batch: AnyKeys,
+        training: bool,
+        where: torch.device | None = None,
+        *,
+        ahead: bool = False,
+        of: TablesOf = "all",
     ) -> Resolved:
         """Find the rows of a batch's keys: rows of the batch, lookups, and the masks of "concat" features.
 
         Args:
             where: the device of the keys, which computes; None: the collection's.
             ahead: the lookup comes later, and may then find that its rows do not fit.
+            of: the tables that are looked up.
         """
         if self._violations.num_lookups >= _MOST_UNCHECKED:
             self.check()
         device = where or self.device
         keys = read_keys(batch, self.features, device, self._violations)
-        parts, masks = self._plan(keys.one_hot_names, device).parts(keys, self._frozen, training, ahead)
+        parts, masks = self._plan(keys.one_hot_names, device).parts(keys, self._frozen, training, ahead, of)
         return keys.size, parts, masks
 
     def settle_rows(self) -> None:
         """Make all that a step still needs of the batch, which may be written to beside the step then."""
         for storage in self.all_storages():
             storage.settle_rows()
-
-    @torch.no_grad()
-    def _gather(self, parts: Sequence[StorageLookup], size: int, memory: Memory) -> Tensor:
-        """Look up what `resolve` found, apart from autograd: (B, W)."""
-        return gather(parts, size, self._width, memory)
 
     def _output_memory(self, device: torch.device) -> tuple[Memory, WideRows | None]:
         """Return where the output goes, twice where that has room next to it."""

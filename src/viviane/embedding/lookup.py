@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -325,6 +325,9 @@ class DynamicPlan:
         return singles, dict(zip(self.bags, rows, strict=True))
 
 
+TablesOf: TypeAlias = Literal["all", "fixed", "dynamic"]
+
+
 @dataclass(frozen=True)
 class LookupPlan:
     """Everything that a kind of batch looks up.
@@ -342,37 +345,58 @@ class LookupPlan:
     dynamic: tuple[DynamicPlan, ...]
 
     def parts(
-        self, keys: Keys, frozen: frozenset[str], training: bool, ahead: bool = False
+        self, keys: Keys, frozen: frozenset[str], training: bool, ahead: bool = False, of: TablesOf = "all"
     ) -> tuple[list[StorageLookup], dict[str, Tensor]]:
-        """Resolve a batch: its parts, and the masks of "concat" features.
+        """Resolve a batch: its parts, those of dynamic tables last, and the masks of "concat" features.
 
         Args:
             frozen: tables that do not move.
             training: whether dynamic tables that move may take new keys in.
             ahead: see `admitted`.
+            of: the tables whose keys are resolved.
         """
-        row_buffers = self._row_buffers(keys)
-        parts = [
-            one.part(keys.one_hot, frozen, keys.origin, row_buffers.get(id(one.storage), _NO_BUFFERS)[0])
-            for one in self.one_hot
-        ]
+        parts: list[StorageLookup] = []
+        masks: dict[str, Tensor] = {}
         found: dict[str, Tensor] = {}
-        for table in self.dynamic:
-            moving = frozenset(table.storage.tables) - frozen
-            singles, bags = table.resolve(keys, training and bool(moving))
-            found |= bags
-            if singles is not None:
-                parts.append(StorageLookup(table.storage, singles, None, None, table.places, moving))
-        parts += [
-            group.part(keys, found, frozen, row_buffers.get(id(group.group[0].storage), _NO_BUFFERS)[1])
-            for group in self.pooled
-        ]
-        masks = {}
-        for one in self.concat:
-            bag = keys.bags[one.feature.name]
-            part, masks[one.feature.name] = one.concat(bag, one.rows(keys, found), frozen, keys.origin)
-            parts.append(part)
+        if of != "dynamic":
+            row_buffers = self._row_buffers(keys)
+            parts += [
+                one.part(keys.one_hot, frozen, keys.origin, row_buffers.get(id(one.storage), _NO_BUFFERS)[0])
+                for one in self.one_hot
+            ]
+            parts += self._bag_parts(keys, found, frozen, masks, row_buffers, dynamic=False)
+        if of != "fixed" and self.dynamic:
+            for table in self.dynamic:
+                moving = frozenset(table.storage.tables) - frozen
+                singles, bags = table.resolve(keys, training and bool(moving))
+                found |= bags
+                if singles is not None:
+                    parts.append(StorageLookup(table.storage, singles, None, None, table.places, moving))
+            parts += self._bag_parts(keys, found, frozen, masks, {}, dynamic=True)
         return admitted(parts, training, ahead), masks
+
+    def _bag_parts(
+        self,
+        keys: Keys,
+        found: Mapping[str, Tensor],
+        frozen: frozenset[str],
+        masks: dict[str, Tensor],
+        row_buffers: Mapping[int, tuple[Tensor, Tensor]],
+        *,
+        dynamic: bool,
+    ) -> list[StorageLookup]:
+        """Resolve the bags of fixed or of dynamic tables; the masks of "concat" features go to `masks`."""
+        parts = []
+        for group in self.pooled:
+            storage = group.group[0].storage
+            if storage.is_dynamic == dynamic:
+                parts.append(group.part(keys, found, frozen, row_buffers.get(id(storage), _NO_BUFFERS)[1]))
+        for one in self.concat:
+            if one.storage.is_dynamic == dynamic:
+                bag = keys.bags[one.feature.name]
+                part, masks[one.feature.name] = one.concat(bag, one.rows(keys, found), frozen, keys.origin)
+                parts.append(part)
+        return parts
 
     def _row_buffers(self, keys: Keys) -> dict[int, tuple[Tensor, Tensor]]:
         """Return by storage where its rows go, those of bags right behind the others: a sort wants them as one list."""

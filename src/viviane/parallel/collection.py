@@ -23,6 +23,7 @@ from viviane.embedding.buffers import WideRows
 from viviane.embedding.output import EmbeddingOutput
 from viviane.embedding.state import summarize
 from viviane.ops.capture import is_capturing
+from viviane.parallel.batches_ahead import BatchesAhead
 from viviane.parallel.content import gather_table, scatter_rows, scatter_table
 from viviane.parallel.dedup_exchange import DedupInput
 from viviane.parallel.exchange import OutputDist
@@ -92,6 +93,8 @@ class ShardedCollection(ShardedTables):
             cache=cache,
         )  # fmt: skip
         self.exchanges = Exchanges(self)
+        self.batches_ahead = BatchesAhead(self, self.exchanges)
+        """Batches that wait for their step, where shards are in tiers."""
         self._kept_keys = KeptKeys[AnyInput]()
         self._stream: torch.cuda.Stream | None = None
 
@@ -153,7 +156,8 @@ class ShardedCollection(ShardedTables):
     def _distributed(self, batch: Batch | Mapping[str, Bag | Tensor] | AnyInput) -> AnyInput:
         if isinstance(batch, JaggedInput | StaticInput | DedupInput):
             return batch
-        return self._kept_keys.take(batch) or self.exchanges.input_dist(batch)
+        known = self._kept_keys.take(batch) or self.batches_ahead.take(batch)
+        return known or self.exchanges.input_dist(batch)
 
     @property
     def resolves_ahead(self) -> bool:

@@ -6,16 +6,18 @@ An exchange is built for the first batch of a kind and kept.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, TypeAlias
 
 from torch import Tensor
 
 from viviane.batch import Bag, Batch
+from viviane.core.errors import VivianeError
 from viviane.embedding.batch_keys import Keys, read_keys
 from viviane.parallel.dedup_exchange import DedupExchange, DedupInput
-from viviane.parallel.jagged_exchange import JaggedExchange, JaggedInput, exchange_sizes
-from viviane.parallel.keys import KeyResolver
+from viviane.parallel.group import Group
+from viviane.parallel.jagged_exchange import JaggedExchange, JaggedInput, exchange_sizes, exchange_sizes_ahead
+from viviane.parallel.keys import KeyResolver, Resolved
 from viviane.parallel.sharded_tables import ShardedTables
 from viviane.parallel.static_exchange import StaticExchange, StaticInput
 from viviane.parallel.static_keys import check_sizes, fixed_hotness
@@ -59,6 +61,28 @@ class Exchanges:
         fixed = None if size is None else self._static_exchange(keys, size)
         return self._jagged_input(keys, size) if fixed is None else fixed.input_dist(keys, ahead=ahead)
 
+    def input_dist_ahead(self, batch: Batch | None) -> JaggedInput | None:
+        """Run the input_dist of a batch with dynamic shapes whose lookup comes later. Collective.
+
+        Args:
+            batch: the local batch; None: this rank could not read it.
+
+        Returns:
+            None where a rank has no batch or cannot resolve its keys: its lookup has the reason.
+        """
+        sharded, size = self._sharded, 0
+        route: JaggedExchange | None = None
+        found: Resolved | None = None
+        with suppress(VivianeError, IndexError):
+            if batch is not None:
+                keys = read_keys(batch, sharded.features, sharded.device, sharded.violations)
+                route, size = self._jagged_exchange(keys.one_hot_names), keys.size
+                found = route.resolve(keys)
+        sizes = exchange_sizes_ahead(sharded.group, list(sharded.features), size, found)
+        if sizes is None or found is None or route is None:
+            return None
+        return _jagged_input(sharded.group, route, found, sizes, {})
+
     def open_peers(self) -> str | None:
         """Use peer memory for captured batches of the current size; return the reason if that is impossible."""
         routes = [route for route in self.static.values() if route.size == self._sharded.batch_size]
@@ -93,8 +117,7 @@ class Exchanges:
         sizes = [0 if size is None else size] * group.size
         if size is None:
             sizes = exchange_sizes(group, list(sharded.features), keys.size, found)
-        inputs = route.exchange(group, found, sizes, {} if size is None else sharded.hotness)
-        return JaggedInput(inputs, route.local(found), sizes, found.scales, found.masks)
+        return _jagged_input(group, route, found, sizes, {} if size is None else sharded.hotness)
 
     def _static_exchange(self, keys: Keys, size: int) -> StaticExchange | None:
         """Return the exchange for static shapes, or None if the shapes of this batch are dynamic."""
@@ -122,3 +145,10 @@ class Exchanges:
             route = self._jagged_exchange(one_hot)
             self.dedup[one_hot] = DedupExchange(self._sharded, route.resolve, route)
         return self.dedup[one_hot]
+
+
+def _jagged_input(
+    group: Group, route: JaggedExchange, found: Resolved, sizes: list[int], hotness: Mapping[str, int]
+) -> JaggedInput:
+    inputs = route.exchange(group, found, sizes, hotness)
+    return JaggedInput(inputs, route.local(found), sizes, found.scales, found.masks)

@@ -66,11 +66,7 @@ def exchange_sizes(group: Group, features: Sequence[str], size: int, found: Reso
     Raises:
         DataError: the local batches differ in which columns are bags or have weights.
     """
-    kind = 0
-    for i, name in enumerate(features):
-        bag = found.bags.get(name)
-        kind |= (0 if bag is None else 1 if bag.weights is None else 2) << (2 * i)
-    numbers = [size] + [kind >> (62 * i) & ((1 << 62) - 1) for i in range(2 * len(features) // 62 + 1)]
+    numbers = _size_and_kinds(features, size, found)
     every = group.gather_numbers(numbers)
     if any(one[1:] != numbers[1:] for one in every):
         raise DataError(
@@ -78,6 +74,30 @@ def exchange_sizes(group: Group, features: Sequence[str], size: int, found: Reso
             fix="give every process the same columns: ids, bags, and weights or none",
         )
     return [one[0] for one in every]
+
+
+def exchange_sizes_ahead(group: Group, features: Sequence[str], size: int, found: Resolved | None) -> list[int] | None:
+    """Do what `exchange_sizes` does for a batch whose lookup comes later, and will raise what is wrong.
+
+    Args:
+        found: None: this rank has no such batch.
+
+    Returns:
+        None where a rank has no such batch, or the local batches differ.
+    """
+    numbers = _size_and_kinds(features, -1 if found is None else size, found)
+    every = group.gather_numbers(numbers)
+    sizes = [one[0] for one in every]
+    return None if min(sizes) < 0 or any(one[1:] != every[0][1:] for one in every) else sizes
+
+
+def _size_and_kinds(features: Sequence[str], size: int, found: Resolved | None) -> list[int]:
+    """Return a local batch's size, and which of its columns are bags or have weights: two bits each."""
+    kind = 0
+    for i, name in enumerate(features):
+        bag = None if found is None else found.bags.get(name)
+        kind |= (0 if bag is None else 1 if bag.weights is None else 2) << (2 * i)
+    return [size] + [kind >> (62 * i) & ((1 << 62) - 1) for i in range(2 * len(features) // 62 + 1)]
 
 
 class JaggedExchange:

@@ -181,7 +181,7 @@ class DeviceStreams:
     def issue(self, stream: StreamName, after: Sequence[Moment], work: Callable[[], None]) -> Moment:
         """Queue work on a stream; see `TransferStreams`. What `work` allocates belongs to that stream."""
         own = self._streams[stream]
-        with torch.cuda.device(self.device), torch.cuda.stream(own), torch.no_grad():
+        with torch.cuda.stream(own), torch.no_grad():  # makes its GPU the current one, too
             for moment in after:
                 own.wait_event(cast("_Event", moment).event)
             work()

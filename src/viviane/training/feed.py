@@ -183,7 +183,10 @@ class DeviceFeed:
     def _ahead(self) -> LookAhead | None:
         """What batches are announced to, if it fetches rows."""
         ahead = self.look_ahead
-        return ahead if ahead is not None and ahead.is_needed else None
+        if ahead is None or not ahead.is_needed:
+            return None
+        # Streams of several processes may end at different batches.
+        return ahead if isinstance(self.reader, Reader) or not ahead.exchanges else None
 
     @property
     def _needs_host(self) -> bool:
@@ -243,7 +246,9 @@ class DeviceFeed:
 
     def _announce(self, ahead: LookAhead, announced: int) -> int:
         """Announce waiting batches behind those that were, as far as that is possible; return how many are now."""
-        for one in [*self._waiting][announced : ahead.num_batches + 1]:
+        waiting = [*self._waiting][: ahead.num_batches + 1]
+        ahead.exchange(one.batch for one in waiting)
+        for one in waiting[announced:]:
             if not isinstance(one.batch, Batch) or not ahead.announce(one.batch, one.host):
                 break
             announced += 1
@@ -260,8 +265,7 @@ class DeviceFeed:
         waiting, ahead = self._waiting, self._ahead
         announced, ended = 0, False
         while True:
-            # Wait for the first batch only: waiting for more would delay a step that is ready.
-            while not ended and len(waiting) <= _AHEAD and (not waiting or self.reader.ready):
+            while not ended and len(waiting) <= _AHEAD and (self._must_wait(ahead) or self.reader.ready):
                 waiting.append(self._take(pending_batches, copies))
                 ended = not isinstance(waiting[-1].batch, Batch)
             if ahead is not None:
@@ -276,6 +280,14 @@ class DeviceFeed:
             yield first.batch
             if ahead is not None:
                 ahead.forget(first.batch)
+
+    def _must_wait(self, ahead: LookAhead | None) -> bool:
+        """Whether another batch has to be waited for: the first one; of several processes all that are exchanged ahead.
+
+        Waiting for more would delay a step that is ready.
+        """
+        needed = ahead.num_batches + 1 if ahead is not None and ahead.exchanges else 1
+        return len(self._waiting) < needed
 
     def _take(self, pending_batches: Iterator[PendingBatch], copies: _Copies) -> _Waiting:
         """Take the reader's next batch and start its copy."""
