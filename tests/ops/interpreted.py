@@ -27,7 +27,7 @@ def run_share(folder: Path, whole: bool, number: int) -> Share:
 
     Args:
         folder: that all processes of this test run share.
-        whole: all cases; else half of those of tests with many.
+        whole: all cases; else half or a quarter of those of tests with many.
         number: of the share.
     """
     launches, ended = folder / f"launches{number}.jsonl", folder / f"ended{number}.json"
@@ -36,7 +36,7 @@ def run_share(folder: Path, whole: bool, number: int) -> Share:
         if not ended.exists():
             command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist"]
             added = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "VIVIANE_TEST_LAUNCHES": str(launches),
-                     "VIVIANE_TEST_HALF": "" if whole else "1"}  # fmt: skip
+                     "VIVIANE_TEST_FEW": "" if whole else "1"}  # fmt: skip
             done = subprocess.run(
                 [*command, *map(str, SHARES[number])], env={**os.environ, **added}, capture_output=True, text=True,
                 check=False, cwd=ROOT,

@@ -36,8 +36,10 @@ from viviane.embedding.lookup import (
     LookupPlan,
     LookupPlanner,
     OneHotPlan,
+    ResolvedAhead,
     TablesOf,
     arrive,
+    both,
     gather,
     hand_over,
     place_features,
@@ -47,7 +49,6 @@ from viviane.embedding.lookup import (
 )
 from viviane.embedding.operators import new_number
 from viviane.embedding.output import EmbeddingOutput
-from viviane.embedding.resolved_ahead import ResolvedAhead, both
 from viviane.embedding.state import TableState, TableSummary, summarize
 from viviane.embedding.static_lookup import Resolved
 from viviane.embedding.storage import Storage
@@ -399,8 +400,7 @@ class EmbeddingCollection(LocalCollection):
 
     def _output_memory(self, device: torch.device) -> tuple[Memory, WideRows | None]:
         """Return where the output goes, twice where that has room next to it."""
-        own = autocast_buffers(self._memory, self._width, device)
-        return output_memory(own, self.margins, self._width, device)
+        return output_memory(autocast_buffers(self._memory, self._width, device), self.margins, self._width, device)
 
     def _plan(self, one_hot: tuple[str, ...], device: torch.device) -> LookupPlan:
         key = (one_hot, device)

@@ -17,15 +17,16 @@ from torch.autograd.function import once_differentiable
 
 from viviane.core.errors import ConfigError
 from viviane.embedding.bags import BagPlan, PooledPlan
-from viviane.embedding.batch_keys import Keys
+from viviane.embedding.batch_keys import AnyKeys, Keys
 from viviane.embedding.buffers import Buffers, Memory
 from viviane.embedding.config import FeatureConfig, TableConfig
 from viviane.embedding.dynamic_config import AnyTable
 from viviane.embedding.dynamic_storage import DynamicStorage
 from viviane.embedding.int8_tables import gather_int8
-from viviane.embedding.keys import BagRowMap, RowMap, Violations, check_key_type
+from viviane.embedding.keys import BagRowMap, RowMap, Violation, Violations, check_key_type
 from viviane.embedding.output import OutputColumns
 from viviane.embedding.prepared import sources_type
+from viviane.embedding.static_lookup import Resolved
 from viviane.embedding.storage import Storage
 from viviane.embedding.table_storage import RowGradients, StorageLookup, TableStorage
 from viviane.ops.capture import is_capturing, refuse_capture
@@ -412,6 +413,29 @@ class LookupPlan:
 
 
 _NO_BUFFERS: tuple[None, None] = (None, None)
+
+
+@dataclass(frozen=True)
+class ResolvedAhead:
+    """A batch whose lookup comes later: what was resolved, for which tables, and the records of its keys.
+
+    Args:
+        batch: the object that will be looked up.
+        found: its lookups.
+        violations: records of keys out of range, for the check of the batch's own step.
+        of: "fixed": dynamic tables are resolved when the batch is looked up.
+    """
+
+    batch: AnyKeys
+    found: Resolved
+    violations: list[Violation]
+    of: TablesOf = "all"
+
+
+def both(fixed: Resolved, dynamic: Resolved) -> Resolved:
+    """Return a batch's lookups in tables of fixed size and in dynamic ones together."""
+    size, parts, masks = fixed
+    return size, parts + dynamic[1], masks | dynamic[2]
 
 
 @dataclass(frozen=True)
