@@ -4,8 +4,10 @@ import json
 import xml.etree.ElementTree as ET
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
+from viviane.cli import plan_tiers
 from viviane.cli.main import app
 from viviane.core.errors import ConfigError
 from viviane.data import write_dataset
@@ -93,6 +95,20 @@ def test_shows_tables_in_tiers_with_expected_hits(config, tmp_path):
         [line] = [one for one in result.output.splitlines() if one.strip().startswith("emb.user") and "%" in one]
         found[room] = float(line.split()[-2].rstrip("%"))
     assert found[1000] > 80 > found[300]
+
+
+@pytest.mark.parametrize("host_rows", [1_000, 400])
+def test_on_a_gpu_the_link_counts_and_the_disk_only_where_rows_lie_there(host_rows, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(plan_tiers, "link_bytes_per_s", lambda device: 10e9)
+    monkeypatch.setattr(plan_tiers, "disk_bytes_per_s", lambda folder: 1e9)
+    one = plan_tiers.Placed("emb.user", 1_000, 100, 534, 512, 0.75, 20_000.0, host_rows)
+    plan_tiers.show_tiers([one], str(tmp_path), torch.device("cuda"))
+    told = " ".join(capsys.readouterr().out.split())
+    assert f"{host_rows / 1_000:.1%}" in told
+    assert "brings 10.24 MB of rows to the GPU" in told
+    assert "10,000 MB/s of a copy of page-locked memory: 1.02 ms" in told
+    assert ("this disk" in told) == (host_rows < 1_000)
+    assert host_rows == 1_000 or "reads up to 10.24 MB" in told
 
 
 def test_shows_where_dynamic_tables_are(tmp_path):

@@ -66,9 +66,10 @@ def command(
     placed: list[Placed] = []
     dynamic: list[PlacedDynamic] = []
     if gpus is None:
-        placed, dynamic = placed_tables(settings, graph, data, resolve_device(settings.solver.device), count)
-    if placed:
-        show_tiers(placed, settings.solver.embedding_folder)
+        device = resolve_device(settings.solver.device)
+        placed, dynamic = placed_tables(settings, graph, data, device, count)
+        if placed:
+            show_tiers(placed, settings.solver.embedding_folder, device)
     show_dynamic(dynamic)
     in_memory = sum(one.slots * one.slot_bytes for one in placed)
     outside = _in_tiers(placed) - in_memory + sum(one.first_bytes for one in dynamic)

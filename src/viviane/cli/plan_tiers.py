@@ -1,4 +1,4 @@
-"""`viviane plan`: where tables larger than memory go, how often their rows are found in memory, what the disk adds."""
+"""`viviane plan`: where tables larger than memory go, how often rows are found there, what a step has to move."""
 
 from __future__ import annotations
 
@@ -39,6 +39,7 @@ class Placed:
         slot_bytes, row_bytes: of a row in memory and on disk, with its optimizer state.
         hit_rate: expected share of distinct rows of a step that are in memory.
         missing: expected rows of a step that are not.
+        host_rows: rows that the host's memory holds beside a GPU's slots; 0 on a CPU.
     """
 
     name: str
@@ -48,6 +49,12 @@ class Placed:
     row_bytes: int
     hit_rate: float
     missing: float
+    host_rows: int = 0
+
+    @property
+    def uses_disk(self) -> bool:
+        """Whether rows lie in a file."""
+        return self.slots < self.num_rows and self.host_rows < self.num_rows
 
 
 @dataclass(frozen=True)
@@ -72,7 +79,14 @@ def placed_tables(
 ) -> tuple[list[Placed], list[PlacedDynamic]]:
     """Return the tables that training would keep in tiers, as `Model.compile` places them; logs why."""
     from viviane.embedding import DynamicTableConfig, TableConfig
-    from viviane.embedding.cache_sizes import CacheSettings, row_layout, rule_of_table, slot_bytes, slots_of_tables
+    from viviane.embedding.cache_sizes import (
+        CacheSettings,
+        host_rows_of_tables,
+        row_layout,
+        rule_of_table,
+        slot_bytes,
+        slots_of_tables,
+    )
     from viviane.model.table_memory import table_memory
 
     rule = settings.embedding_optimizer or settings.optimizer
@@ -87,6 +101,7 @@ def placed_tables(
         own = [one for one in every if isinstance(one, TableConfig) and one.name in cache.tables]
         sizes = {one.name: cache.tables[one.name] for one in own}
         slots = slots_of_tables(own, rule, replace(cache, tables=sizes))
+        host = host_rows_of_tables(own, rule, cache, slots) if device.type == "cuda" else {}
         for table in own:
             columns = [one.name for one in graph.tables[node].features if one.table == table.name]
             if counts is None:
@@ -95,7 +110,12 @@ def placed_tables(
             hits, missing = _expected(counts, columns, slots[table.name], batch, len(data))
             size = row_layout(table, rule_of_table(table, rule)).row_bytes
             name = f"{node}.{table.name}"
-            found.append(Placed(name, table.num_rows, slots[table.name], slot_bytes(table, rule), size, hits, missing))
+            found.append(
+                Placed(
+                    name, table.num_rows, slots[table.name], slot_bytes(table, rule), size, hits, missing,
+                    host.get(table.name, 0),
+                )
+            )  # fmt: skip
     return found, dynamic
 
 
@@ -125,29 +145,58 @@ def show_dynamic(placed: list[PlacedDynamic]) -> None:
         typer.echo(f"dynamic table {one.name}, {size}: rows are {one.place}")
 
 
-def show_tiers(placed: list[Placed], folder: str | None) -> None:
-    """Print the placement, the expected hits, and the time that the disk adds to a step."""
+def show_tiers(placed: list[Placed], folder: str | None, device: torch.device) -> None:
+    """Print the placement, the expected hits, and the time that disk and link add to a step."""
     from rich import box
     from rich.table import Table
 
     from viviane.cli.console import output
 
     shown = Table(title="Tables in tiers", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("table", "rows", "in memory", "GB in memory", "GB in all", "found in memory", "rows missing a step"):
+    on_gpu = device.type == "cuda"
+    memory = ("on the GPU", "GB on the GPU", "in host memory") if on_gpu else ("in memory", "GB in memory")
+    for name in ("table", "rows", *memory, "GB in all", "found in memory", "rows missing a step"):
         shown.add_column(name, justify="left" if name == "table" else "right")
     for one in placed:
+        host = [f"{min(1.0, one.host_rows / one.num_rows):.1%}"] if on_gpu else []
         shown.add_row(
             one.name, f"{one.num_rows:,}", f"{one.slots / one.num_rows:.1%}", f"{one.slots * one.slot_bytes / 1e9:.3f}",
-            f"{one.num_rows * one.row_bytes / 1e9:.3f}", f"{one.hit_rate:.1%}", f"{one.missing:,.0f}",
+            *host, f"{one.num_rows * one.row_bytes / 1e9:.3f}", f"{one.hit_rate:.1%}", f"{one.missing:,.0f}",
         )  # fmt: skip
     output().print(shown)
-    rate = disk_bytes_per_s(Path(folder or tempfile.gettempdir()))
-    moved = sum(one.missing * max(_PAGE, one.row_bytes) for one in placed)
-    read = sum(one.missing * one.row_bytes for one in placed)
-    typer.echo(
-        f"each step reads {read / 1e6:,.2f} MB of rows and writes as many back; at the {rate / 1e6:,.0f} MB/s that "
-        f"this disk writes: {2e3 * moved / rate:,.2f} ms beside the step, in the pages of {_PAGE:,} bytes that it moves"
-    )
+    linked = sum(one.missing * one.row_bytes for one in placed)
+    if on_gpu and linked:
+        rate = link_bytes_per_s(device)
+        typer.echo(
+            f"each step brings {linked / 1e6:,.2f} MB of rows to the GPU and takes as many back to host memory; at the "
+            f"{rate / 1e6:,.0f} MB/s of a copy of page-locked memory: {1e3 * linked / rate:,.2f} ms beside the step, "
+            "both ways at once"
+        )
+    on_disk = [one for one in placed if one.uses_disk]
+    if on_disk:
+        rate = disk_bytes_per_s(Path(folder or tempfile.gettempdir()))
+        moved = sum(one.missing * max(_PAGE, one.row_bytes) for one in on_disk)
+        read = sum(one.missing * one.row_bytes for one in on_disk)
+        typer.echo(
+            f"each step reads {'up to ' if on_gpu else ''}{read / 1e6:,.2f} MB of rows and writes as many back; at the "
+            f"{rate / 1e6:,.0f} MB/s that this disk writes: {2e3 * moved / rate:,.2f} ms beside the step, in the pages "
+            f"of {_PAGE:,} bytes that it moves"
+        )
+
+
+def link_bytes_per_s(device: torch.device) -> float:
+    """Return the rate at which page-locked memory of 64 MiB is copied to a GPU: the best of five."""
+    import torch
+
+    given = torch.empty(_PROBE_BYTES, dtype=torch.uint8, pin_memory=True)
+    there, best = torch.empty_like(given, device=device), float("inf")
+    for _ in range(5):
+        torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        there.copy_(given)
+        torch.cuda.synchronize(device)
+        best = min(best, time.perf_counter() - start)
+    return _PROBE_BYTES / best
 
 
 def disk_bytes_per_s(folder: Path) -> float:
