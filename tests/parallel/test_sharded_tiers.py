@@ -97,6 +97,7 @@ def compare() -> None:
     for name, part in truth.items():
         assert torch.equal(part, found[name]), name
     no_rank_keeps_a_batch_that_one_cannot_read()
+    rows_of_batches_that_are_let_go_leave_room()
 
 
 def no_rank_keeps_a_batch_that_one_cannot_read() -> None:
@@ -117,6 +118,20 @@ def no_rank_keeps_a_batch_that_one_cannot_read() -> None:
     if group.rank:
         with pytest.raises(KeyRangeError, match="user"):
             emb(wrong)
+
+
+def rows_of_batches_that_are_let_go_leave_room() -> None:
+    look_ahead, batches = LookAhead(collection(CACHE)), make_batches(60)
+    for one in batches[:20]:
+        look_ahead.exchange([one])
+        assert look_ahead.announce(one)
+        look_ahead.forget(one)
+    look_ahead.exchange(batches[20:40])
+    assert not all(look_ahead.announce(one) for one in batches[20:40])  # the rows of so many do not fit
+    look_ahead.end()
+    look_ahead.exchange(batches[40:])
+    assert look_ahead.announce(batches[40])
+    look_ahead.end()
 
 
 def compare_staged() -> None:
