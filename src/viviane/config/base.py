@@ -32,7 +32,7 @@ class Settings(BaseModel):
           do:      did you mean 'rows'?
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False, defer_build=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
 
     def __init__(self, **data: Any) -> None:
         try:
