@@ -39,8 +39,15 @@ def test_every_bit_is_that_of_tables_in_memory(streams: list[Any], rule: str, sh
     assert stats["memory"].hits > 0
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("rule", ["sgd", "adam", "row-wise adagrad"])
+IN_CI = {("sgd", "bfloat16"), ("adam", "float16")}
+KINDS = [
+    pytest.param(rule, dtype, marks=() if (rule, dtype) in IN_CI else pytest.mark.slow)
+    for rule in ("sgd", "adam", "row-wise adagrad")
+    for dtype in ("float16", "bfloat16")
+]
+
+
+@pytest.mark.parametrize(("rule", "dtype"), KINDS)
 def test_rows_of_16_bits(streams: list[Any], rule: str, dtype: str) -> None:
     given = batches(12)
     for dim in (3, 4):

@@ -232,7 +232,7 @@ def everything(folder):
     joined_beside(folder)
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_memory_of_all_and_the_group_give_the_same_bits(size, tmp_path):
     processes.run(size, everything, str(tmp_path))
 

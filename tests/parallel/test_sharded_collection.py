@@ -230,7 +230,9 @@ def test_one_process_is_an_ordinary_collection():
     everything(ALL)
 
 
-@pytest.mark.parametrize(("size", "wanted"), [(2, ALL), (4, SOME)], ids=["2", "4"])
+@pytest.mark.parametrize(
+    ("size", "wanted"), [pytest.param(2, ALL, id="2"), pytest.param(4, SOME, id="4", marks=pytest.mark.slow)]
+)
 def test_several_processes_train_what_one_trains(size, wanted):
     processes.run(size, everything, wanted)
 

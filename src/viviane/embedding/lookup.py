@@ -365,7 +365,8 @@ class LookupPlan:
                 one.part(keys.one_hot, frozen, keys.origin, row_buffers.get(id(one.storage), _NO_BUFFERS)[0])
                 for one in self.one_hot
             ]
-            parts += self._bag_parts(keys, found, frozen, masks, row_buffers, dynamic=False)
+            if self.pooled or self.concat:
+                parts += self._bag_parts(keys, found, frozen, masks, row_buffers, dynamic=False)
         if of != "fixed" and self.dynamic:
             for table in self.dynamic:
                 moving = frozenset(table.storage.tables) - frozen
