@@ -185,6 +185,21 @@ def test_triton_gives_the_bits_of_the_session(triton, models, raw, model, count)
     client.close()
 
 
+def encoded_tensors(rows: list[dict], inputs) -> list[tuple[str, str, list[int], bytes]]:
+    """Return encoded rows as tensors: ids, numbers, and lists side by side with their lengths."""
+    tensors = []
+    for column in inputs:
+        values = [row[column.name] for row in rows]
+        kind, dtype = ("FP32", np.float32) if column.dtype == "float32" else ("INT32", np.int32)
+        if column.is_ragged:
+            lengths = np.array([len(one) for one in values], np.int32)
+            tensors.append((f"{column.name}:lengths", "INT32", [len(rows), 1], lengths.tobytes()))
+            values = [one + [0] * (lengths.max() - len(one)) for one in values]
+        array = np.array(values, dtype).reshape(len(rows), -1)
+        tensors.append((column.name, kind, list(array.shape), array.tobytes()))
+    return tensors
+
+
 @pytest.mark.slow
 def test_triton_takes_encoded_rows_and_refuses_bad_ones(triton, models) -> None:
     from viviane.serving.server.example_rows import example_rows
@@ -193,16 +208,7 @@ def test_triton_takes_encoded_rows_and_refuses_bad_ones(triton, models) -> None:
         rows = example_rows(session.inputs, 4, seed=2)
         rows[0]["tags"] = [3]
         truth, inputs = session.predict({name: [row[name] for row in rows] for name in rows[0]}), session.inputs
-    tensors = []
-    for column in inputs:
-        values = [row[column.name] for row in rows]
-        kind, dtype = ("FP32", np.float32) if column.dtype == "float32" else ("INT32", np.int32)
-        if column.is_ragged:
-            lengths = np.array([len(one) for one in values], np.int32)
-            tensors.append((f"{column.name}:lengths", "INT32", [4, 1], lengths.tobytes()))
-            values = [one + [0] * (lengths.max() - len(one)) for one in values]
-        array = np.array(values, dtype).reshape(4, -1)
-        tensors.append((column.name, kind, list(array.shape), array.tobytes()))
+    tensors = encoded_tensors(rows, inputs)
     client, http = Grpc(Target(triton.settings)), Http(Target(triton.settings))
     response = client.ask("ModelInfer", **infer_fields("deepfm_encoded", tensors))
     np.testing.assert_array_equal(output_of(response, "click")[:, 0], truth)
@@ -223,6 +229,35 @@ def test_triton_takes_encoded_rows_and_refuses_bad_ones(triton, models) -> None:
 def test_a_port_is_not_shared_with_triton(triton, tmp_path) -> None:
     with pytest.raises(ConfigError, match="cannot listen"):
         TritonServer(tmp_path, triton.settings)
+
+
+@pytest.mark.slow
+def test_models_are_unloaded_and_loaded_over_the_network(models, tmp_path) -> None:
+    from viviane.serving.server.example_rows import example_rows
+
+    try:
+        TritonEnvironment.find()
+    except MissingExtraError:
+        pytest.skip("Triton is not installed: viviane serve --install-triton")
+    settings = TritonSettings(**free_ports(), log=str(tmp_path / "log.txt"), allow_load=True)
+    write_repository(tmp_path / "repository", [entry(models, "deepfm", rows="encoded")], settings)
+    with InferenceSession(models.path("deepfm"), device="cpu", rows="encoded") as session:
+        rows = example_rows(session.inputs, 4, seed=2)
+        inputs = session.inputs
+    body, headers = binary_body(encoded_tensors(rows, inputs))
+    path = "/v2/models/deepfm_encoded"
+    with TritonServer(tmp_path / "repository", settings):
+        http = Http(Target(settings))
+        for _ in range(2):
+            answer = http.post(f"{path}/infer", body, **headers)
+            assert answer.status == 200, answer.json
+            assert http.post("/v2/repository/models/deepfm_encoded/unload", b"{}").status == 200
+            until = time.monotonic() + 60
+            while http.get(f"{path}/ready").status == 200 and time.monotonic() < until:
+                time.sleep(0.1)
+            assert http.post(f"{path}/infer", body, **headers).status in (400, 404)
+            assert http.post("/v2/repository/models/deepfm_encoded/load", b"{}").status == 200
+        http.close()
 
 
 @pytest.mark.slow
