@@ -128,6 +128,13 @@ def free_ports() -> dict[str, int]:
     return found
 
 
+def skip_without_triton() -> None:
+    try:
+        TritonEnvironment.find()
+    except MissingExtraError:
+        pytest.skip(f"Triton is not installed in {environment_folder()}: viviane serve --install-triton")
+
+
 class Target:
     """Where the clients of these tests ask."""
 
@@ -137,10 +144,7 @@ class Target:
 
 @pytest.fixture(scope="module")
 def triton(models, tmp_path_factory):
-    try:
-        TritonEnvironment.find()
-    except MissingExtraError:
-        pytest.skip(f"Triton is not installed in {environment_folder()}: viviane serve --install-triton")
+    skip_without_triton()
     folder = tmp_path_factory.mktemp("triton")
     settings = TritonSettings(**free_ports(), log=str(folder / "log.txt"), max_batch_size=1024)
     entries = [entry(models, "deepfm"), entry(models, "mmoe"), entry(models, "deepfm", rows="encoded")]
@@ -235,10 +239,7 @@ def test_a_port_is_not_shared_with_triton(triton, tmp_path) -> None:
 def test_models_are_unloaded_and_loaded_over_the_network(models, tmp_path) -> None:
     from viviane.serving.server.example_rows import example_rows
 
-    try:
-        TritonEnvironment.find()
-    except MissingExtraError:
-        pytest.skip("Triton is not installed: viviane serve --install-triton")
+    skip_without_triton()
     settings = TritonSettings(**free_ports(), log=str(tmp_path / "log.txt"), allow_load=True)
     write_repository(tmp_path / "repository", [entry(models, "deepfm", rows="encoded")], settings)
     with InferenceSession(models.path("deepfm"), device="cpu", rows="encoded") as session:
@@ -247,25 +248,23 @@ def test_models_are_unloaded_and_loaded_over_the_network(models, tmp_path) -> No
     body, headers = binary_body(encoded_tensors(rows, inputs))
     path = "/v2/models/deepfm_encoded"
     with TritonServer(tmp_path / "repository", settings):
-        http = Http(Target(settings))
+        http, answers = Http(Target(settings)), []
         for _ in range(2):
-            answer = http.post(f"{path}/infer", body, **headers)
-            assert answer.status == 200, answer.json
+            answers.append(http.post(f"{path}/infer", body, **headers))
+            assert answers[-1].status == 200, answers[-1].json
             assert http.post("/v2/repository/models/deepfm_encoded/unload", b"{}").status == 200
             until = time.monotonic() + 60
             while http.get(f"{path}/ready").status == 200 and time.monotonic() < until:
                 time.sleep(0.1)
             assert http.post(f"{path}/infer", body, **headers).status in (400, 404)
             assert http.post("/v2/repository/models/deepfm_encoded/load", b"{}").status == 200
+        assert answers[0].body == answers[1].body
         http.close()
 
 
 @pytest.mark.slow
 def test_the_command_ends_triton_in_order_and_leaves_nothing(models, tmp_path) -> None:
-    try:
-        TritonEnvironment.find()
-    except MissingExtraError:
-        pytest.skip("Triton is not installed: viviane serve --install-triton")
+    skip_without_triton()
     ports = free_ports()
     command = [sys.executable, "-m", "viviane", "serve", f"ctr={models.path('deepfm')}", "--engine", "triton",
                "--device", "cpu", "--port", str(ports["http_port"]), "--grpc-port", str(ports["grpc_port"]),
