@@ -34,9 +34,10 @@ def lookups(name: str, *, keys: int, tables: int, dim: int, hits: float, goal: f
     rows = 200_000
     cache = DeviceRowCache(tables * rows // 2, 4 * dim, DEVICE, host_capacity=tables * rows)
     known, count = np.arange(rows), keys * tables
-    near, far = [], []
-    for table in range(tables):
-        cache.insert(known, certified(known, dim, 1), table)
+    near, far, random = [], [], np.random.default_rng(0)
+    for part in np.array_split(random.permutation(rows), 8):  # the first ones are in the host's memory in the end
+        for table in range(tables):
+            cache.insert(part, certified(part, dim, 1), table)
     for table in range(tables):
         number = torch.full((rows,), table, dtype=torch.int32, device=DEVICE)
         out = torch.empty((rows, dim), dtype=torch.int32, device=DEVICE)
@@ -44,21 +45,16 @@ def lookups(name: str, *, keys: int, tables: int, dim: int, hits: float, goal: f
         assert (places >= 0).all()
         near.append(known[places < cache.num_device_places])
         far.append(known[places >= cache.num_device_places])
-    near_tables = [table for table in range(tables) if len(near[table]) >= keys]
-    far_tables = [table for table in range(tables) if len(far[table]) >= keys]
-    random = np.random.default_rng(0)
     out = torch.zeros((keys, tables * dim), dtype=torch.int32, device=DEVICE)
     columns = [dim * feature for feature in range(tables)]
     requests = []
     for _ in range(200):
-        on_host = random.random(count) >= hits
-        number = np.where(on_host, random.choice(far_tables, count), random.choice(near_tables, count))
-        asked = np.empty(count, np.int64)
+        asked = np.empty((tables, keys), np.int64)
         for table in range(tables):
-            for source, own in ((near, (number == table) & ~on_host), (far, (number == table) & on_host)):
-                if own.any():
-                    asked[own] = random.choice(source[table], int(own.sum()), replace=False)
-        requests.append((asked.reshape(tables, keys), number.reshape(tables, keys)))
+            on_host = random.random(keys) >= hits
+            for source, own in ((near, ~on_host), (far, on_host)):
+                asked[table, own] = random.choice(source[table], int(own.sum()), replace=False)
+        requests.append(asked)
     shape = {"tables": tables, "keys": count, "dim": dim, "on_device": hits}
     times = _times_on_device(cache, requests, dim)
     record(
@@ -67,12 +63,12 @@ def lookups(name: str, *, keys: int, tables: int, dim: int, hits: float, goal: f
         peer_published=UVM_CACHE if tables > 1 else None,
     )  # fmt: skip
     times = []
-    for asked, number in requests:
+    for asked in requests:
         with cache.requests.take(tables, keys) as request:
-            request.keys[:], request.tables[:] = asked, number
+            request.keys[:] = asked
             torch.cuda.synchronize()
             start = time.perf_counter()
-            found = cache.find_for(request, out, columns)
+            found = cache.find_for(request, out, columns, range(tables))
             times.append(time.perf_counter() - start)
             assert found.all()
         assert np.array_equal(out.view(keys, tables, dim)[:, :, 0].T.cpu().numpy(), asked)
@@ -83,12 +79,12 @@ def lookups(name: str, *, keys: int, tables: int, dim: int, hits: float, goal: f
         )  # fmt: skip
 
 
-def _times_on_device(cache: DeviceRowCache, requests: list[tuple[np.ndarray, np.ndarray]], dim: int) -> list[float]:
+def _times_on_device(cache: DeviceRowCache, requests: list[np.ndarray], dim: int) -> list[float]:
     """Return the GPU's seconds for each lookup; a kernel that runs before hides how long its launch takes."""
-    times, out = [], torch.zeros((requests[0][0].size, dim), dtype=torch.int32, device=DEVICE)
-    for asked, number in requests:
+    times, out = [], torch.zeros((requests[0].size, dim), dtype=torch.int32, device=DEVICE)
+    tables = torch.arange(len(requests[0]), dtype=torch.int32, device=DEVICE).repeat_interleave(requests[0].shape[1])
+    for asked in requests:
         keys = torch.from_numpy(asked.ravel()).to(DEVICE)
-        tables = torch.from_numpy(number.ravel().astype(np.int32)).to(DEVICE)
         began, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         torch.cuda._sleep(1_000_000)  # cycles
         began.record()
@@ -129,8 +125,8 @@ def linearizable(lookups: int) -> None:
                 keys = torch.from_numpy(asked).to(DEVICE)
                 if by_request:
                     with cache.requests.take(1, batch) as request:
-                        request.keys[:], request.tables[:] = asked, 0
-                        there = torch.from_numpy(cache.find_for(request, out, [0])[0]).to(DEVICE)
+                        request.keys[:] = asked
+                        there = torch.from_numpy(cache.find_for(request, out, [0], [0])[0]).to(DEVICE)
                 else:
                     there = cache.find_into(keys, tables, out) >= 0
                 got, own = out[there], keys[there]

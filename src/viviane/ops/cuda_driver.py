@@ -50,12 +50,14 @@ class RecordedLaunch:
     Args:
         launch: starts the kernels on the stream whose handle it is given. The context of their device is current, and
             they have been launched before: nothing may be compiled or loaded in a recording.
+        kept: what the kernels read or write, as long as the graph lives.
 
     Raises:
         VivianeError: the driver refuses.
     """
 
-    def __init__(self, launch: Callable[[int], None]) -> None:
+    def __init__(self, launch: Callable[[int], None], kept: object = None) -> None:
+        self._kept = kept
         driver, stream, graph = _driver(), ctypes.c_void_p(), ctypes.c_void_p()
         self._executable = ctypes.c_void_p()
         self._launch, self._destroy = driver.cuGraphLaunch, driver.cuGraphExecDestroy
@@ -83,6 +85,15 @@ class RecordedLaunch:
             self._destroy(self._executable)
 
 
+def synchronize(stream: int) -> None:
+    """Wait until a stream, given by its handle, has done its work.
+
+    Raises:
+        VivianeError: some of its work failed.
+    """
+    _check("cuStreamSynchronize", _driver().cuStreamSynchronize(stream))
+
+
 def copy_in(target: int, source: int, num_bytes: int, stream: int) -> None:
     """Begin a copy on a stream, by addresses, from page-locked memory of the host to the device."""
     _check("cuMemcpyHtoDAsync", _driver().cuMemcpyHtoDAsync_v2(target, source, num_bytes, stream))
@@ -93,6 +104,7 @@ def _driver() -> ctypes.CDLL:
     driver, pointer = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p
     driver.cuGraphLaunch.argtypes = [pointer, pointer]
     driver.cuMemcpyHtoDAsync_v2.argtypes = [ctypes.c_uint64, pointer, ctypes.c_size_t, pointer]
+    driver.cuStreamSynchronize.argtypes = [pointer]
     driver.cuStreamCreate.argtypes = [pointer, ctypes.c_uint]
     driver.cuStreamBeginCapture_v2.argtypes = [pointer, ctypes.c_int]
     driver.cuStreamEndCapture.argtypes = [pointer, pointer]

@@ -113,8 +113,8 @@ def test_a_request_puts_the_rows_of_features_into_their_columns(device, columns)
         out = torch.full((rows, 23), 7.0, device=device)
         asked = random.integers(-3, 45, (3, rows))
         with cache.requests.take(3, rows) as request:
-            request.keys[:], request.tables[:] = asked, np.array([[0], [2], [-1]])
-            found = cache.find_for(request, out, columns).copy()
+            request.keys[:] = asked
+            found = cache.find_for(request, out, columns, [0, 2, -1]).copy()
         assert (found == (np.isin(asked, keys) & np.array([[True], [True], [False]]))).all()
         got = out.cpu().numpy().view(np.int32)
         for feature, table in ((0, 0), (1, 2), (2, -1)):
@@ -127,17 +127,48 @@ def test_a_request_puts_the_rows_of_features_into_their_columns(device, columns)
     assert look(cache, keys, 2)[1].tobytes() == rows_for(keys, 5).tobytes()
 
 
+def test_skipped_keys_read_zeros_and_are_not_used(device):
+    cache, keys = DeviceRowCache(60, ROW_BYTES, device), np.arange(30)
+    cache.insert(keys, rows_for(keys, 0))
+    out, want = torch.full((10, 12), 7.0, device=device), np.ones((2, 10), bool)
+    want[0, [3, 7]] = want[1, 0] = False
+    asked = np.stack([keys[:10], keys[10:20]])
+    for skips in (True, False, True, True, True):  # in the memory of one request, and recorded from the third on
+        with cache.requests.take(2, 10) as request:
+            request.keys[:] = asked
+            if skips:
+                request.skip(0, np.array([3, 7]))
+                request.skip(1, np.array([0]))
+            found = cache.find_for(request, out, [0, 6], [0, 0]).copy()
+        assert (found == (want | (not skips))).all()
+        got = np.ascontiguousarray(out.cpu().numpy()).view(np.uint8).reshape(10, 2, ROW_BYTES).swapaxes(0, 1)
+        assert (got == np.where(found[..., None], rows_for(asked.ravel(), 0).reshape(2, 10, -1), 0)).all()
+    time.sleep(0.3)
+    with cache.requests.take(2, 10) as request:
+        request.keys[:] = asked
+        request.skip(0, np.array([3, 7]))
+        cache.find_for(request, out, [0, 6], [0, 0])
+    cache.evict_older(0.2)
+    assert sorted(cache.keys().tolist()) == [key for key in range(20) if key not in (3, 7)]
+
+
 def test_an_output_too_narrow_for_its_columns_is_refused(device):
     cache = DeviceRowCache(60, ROW_BYTES, device)
     with cache.requests.take(2, 3) as request, pytest.raises(ConfigError, match=r"\(3, 13 or more\)"):
-        cache.find_for(request, torch.zeros(3, 12, device=device), [0, 7])
+        cache.find_for(request, torch.zeros(3, 12, device=device), [0, 7], [0, 0])
 
 
 @pytest.mark.parametrize("columns", [[0], [0, 7, 8], [-1, 7]])
 def test_columns_that_are_not_those_of_the_request_are_refused(device, columns):
     cache = DeviceRowCache(60, ROW_BYTES, device)
     with cache.requests.take(2, 3) as request, pytest.raises(ConfigError, match="2 of 0 and above"):
-        cache.find_for(request, torch.zeros(3, 20, device=device), columns)
+        cache.find_for(request, torch.zeros(3, 20, device=device), columns, [0, 0])
+
+
+def test_tables_that_are_not_those_of_the_request_are_refused(device):
+    cache = DeviceRowCache(60, ROW_BYTES, device)
+    with cache.requests.take(2, 3) as request, pytest.raises(ConfigError, match="2 numbers"):
+        cache.find_for(request, torch.zeros(3, 20, device=device), [0, 7], [0])
 
 
 def test_lookups_that_come_again_read_what_the_cache_has_now(device):
@@ -149,8 +180,8 @@ def test_lookups_that_come_again_read_what_the_cache_has_now(device):
         cache.insert(keys, rows_for(keys, version))
         cache.erase(asked[:version])
         with cache.requests.take(1, 20) as request:
-            request.keys[:], request.tables[:] = asked, 0
-            found = cache.find_for(request, out, [1]).copy()
+            request.keys[:] = asked
+            found = cache.find_for(request, out, [1], [0]).copy()
         assert found[0].tolist() == [i >= version for i in range(20)]
         got = np.ascontiguousarray(out[:, 1:].cpu().numpy()).view(np.uint8)
         assert (got == np.where(found[0][:, None], rows_for(asked, version), 0)).all()
@@ -158,8 +189,8 @@ def test_lookups_that_come_again_read_what_the_cache_has_now(device):
     for _ in range(5):
         time.sleep(0.12)
         with cache.requests.take(1, 20) as request:
-            request.keys[:], request.tables[:] = asked, 0
-            cache.find_for(request, out, [1])
+            request.keys[:] = asked
+            cache.find_for(request, out, [1], [0])
     cache.evict_older(0.3)
     assert sorted(cache.keys().tolist()) == sorted(kept.tolist())
 
@@ -170,8 +201,8 @@ def test_a_recorded_lookup_starts_in_a_thread_that_has_called_nothing_of_cuda(de
 
     def look_up(first: int) -> bool:
         with cache.requests.take(1, 20) as request:
-            request.keys[:], request.tables[:] = keys[first : first + 20], 0
-            return bool(cache.find_for(request, out, [0]).all())
+            request.keys[:] = keys[first : first + 20]
+            return bool(cache.find_for(request, out, [0], [0]).all())
 
     assert all(look_up(first) for first in range(4))
     for first in range(5, 15):
@@ -187,15 +218,15 @@ def test_outputs_of_one_form_are_each_written_at_their_own_address(device):
     outputs = [torch.zeros(10, 7, device=device), torch.zeros(10, 7, device=device), wide[:, :7], wide[:, 13:20]]
     for i, out in enumerate(outputs):
         with cache.requests.take(1, 10) as request:
-            request.keys[:], request.tables[:] = (keys + i) % 10, 0
-            assert cache.find_for(request, out, [1]).all()
+            request.keys[:] = (keys + i) % 10
+            assert cache.find_for(request, out, [1], [0]).all()
     for i, out in enumerate(outputs):
         got = np.ascontiguousarray(out[:, 1:].cpu().numpy()).view(np.uint8)
         assert (got == rows_for((keys + i) % 10, 0)).all()
         assert not out[:, 0].any()
     if device.type == "cuda":
         with cache.requests.take(1, 10) as request, pytest.raises(ConfigError, match="on cpu"):
-            cache.find_for(request, outputs[0].cpu(), [1])
+            cache.find_for(request, outputs[0].cpu(), [1], [0])
 
 
 def test_present_and_absent_keys_are_told_apart(device):

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from viviane.core.errors import ConfigError
+from viviane.ops.cuda_driver import synchronize
 from viviane.ops.hash_table.reserve import Reserved
 from viviane.ops.row_cache.request import LookupRequest, LookupRequests
 
@@ -82,6 +83,8 @@ class DeviceRowCache:
         host_capacity: int = 0,
         eviction: Literal["oldest", "random"] = "oldest",
     ) -> None:
+        from viviane.ops.row_cache.gpu_kernels import RECORD_WORDS
+
         _check(capacity, row_bytes, device, host_capacity)
         self.capacity, self.host_capacity, self.row_bytes, self.device = capacity, host_capacity, row_bytes, device
         self.eviction, self.num_evicted = eviction, 0
@@ -96,9 +99,7 @@ class DeviceRowCache:
         )
         self._memory.commit(0, places * self._words)
         self._lines = torch.zeros((num_lines, 8), dtype=torch.int64, device=device)
-        self._keys = torch.zeros(places, dtype=torch.int64, device=device)
-        self._tables = torch.zeros(places, dtype=torch.int32, device=device)
-        self._used = torch.zeros(places, dtype=torch.int32, device=device)
+        self._records = torch.zeros((places, RECORD_WORDS), dtype=torch.int32, device=device)
         self._own_lines = np.zeros((num_lines, 8), np.int64)
         self._own_keys, self._at = np.zeros(places, np.int64), np.full(places, -1, np.int64)
         self._own_tables = np.zeros(places, np.int32)
@@ -132,7 +133,7 @@ class DeviceRowCache:
         Returns:
             (n,), int64, on the device.
         """
-        from viviane.ops.row_cache.gpu_kernels import find_kernel
+        from viviane.ops.row_cache.gpu_kernels import find_kernel, keys_a_program
         from viviane.ops.triton_parts.launch import ceil_div, on_device, power_of_two
 
         _check_lookup(keys, tables, out, self._words)
@@ -144,10 +145,11 @@ class DeviceRowCache:
         self._readers[reader] = None  # before the launch: places that it may read are kept
         try:
             with on_device(keys):
-                find_kernel[(ceil_div(count, _BLOCK),)](
-                    keys, tables, self._lines, self._keys, self._tables, self._used, self._memory.tensor,
-                    out.view(torch.int32), places, count, len(self._own_lines), out.stride(0), _now(),
-                    words=self._words, width=power_of_two(self._words), block=_BLOCK, num_warps=4,
+                block = keys_a_program(self._words)
+                find_kernel[(ceil_div(count, block),)](
+                    keys, tables, self._lines, self._records, self._memory.tensor, out.view(torch.int32), places, count,
+                    len(self._own_lines), out.stride(0), _now(), words=self._words, width=power_of_two(self._words),
+                    block=block, num_warps=4,
                 )  # fmt: skip
         except BaseException:
             del self._readers[reader]
@@ -161,13 +163,16 @@ class DeviceRowCache:
             self._forget_readers()
         return places
 
-    def find_for(self, request: LookupRequest, out: Tensor, columns: Sequence[int]) -> NDArray[np.bool_]:
-        """Copy the rows of a request's keys to `out`, zeros where a key is absent, and wait for the answer.
+    def find_for(
+        self, request: LookupRequest, out: Tensor, columns: Sequence[int], tables: Sequence[int]
+    ) -> NDArray[np.bool_]:
+        """Copy the rows of a request's keys to `out`, zeros where a key is absent or skipped, and wait for the answer.
 
         Args:
-            request: with its keys and table numbers, of F features and B rows; see `LookupRequests.take`.
+            request: with the keys of F features and B rows; see `LookupRequests.take`.
             out: (B, W), of a type of 4 bytes, on the device.
             columns: (F,), where the row of each feature begins.
+            tables: (F,), the number of each feature's table; a number that no table has reads zeros.
 
         Returns:
             `request.found`, (F, B).
@@ -178,15 +183,16 @@ class DeviceRowCache:
         self._readers[reader] = None  # before the launch: places that it may read are kept
         try:
             stream = self._current_stream()
-            self._launch(request, out, columns, _now(), stream)
+            self._launch(request, out, columns, tables, _now(), stream)
             if stream is not None:
-                stream.synchronize()
+                synchronize(stream)
         finally:
             del self._readers[reader]
         return request.found
 
     @cached_property
-    def _current_stream(self) -> Callable[[], torch.cuda.Stream | None]:
+    def _current_stream(self) -> Callable[[], int | None]:
+        """What returns the current stream's handle."""
         from viviane.ops.triton_parts.launch import current_stream
 
         index = self._lines.device.index
@@ -196,7 +202,7 @@ class DeviceRowCache:
     def _launch(self) -> RequestLaunch:
         from viviane.ops.row_cache.request_launch import RequestLaunch
 
-        index = self._lines, self._keys, self._tables, self._used, self._memory.tensor
+        index = self._lines, self._records, self._memory.tensor
         return RequestLaunch(index, self._words)
 
     def find(self, keys: NDArray[np.int64], out: NDArray[np.uint8], table: int = 0) -> NDArray[np.bool_]:
@@ -302,7 +308,9 @@ class DeviceRowCache:
 
     def _uses(self) -> NDArray[np.int32]:
         """Return when each place was used last; the copy waits for lookups that were launched before."""
-        found: NDArray[np.int32] = self._used.cpu().numpy()
+        from viviane.ops.row_cache.gpu_kernels import USE_WORD
+
+        found: NDArray[np.int32] = self._records[:, USE_WORD].cpu().numpy()
         return found
 
     def _room(self, wanted: int) -> int:
@@ -427,11 +435,11 @@ class DeviceRowCache:
 
         given = None if rows is None else self._to_device(rows.view(np.int32))
         moved = None if sources is None else self._to_device(sources)
-        with on_device(self._keys):
+        with on_device(self._lines):
             write_kernel[(ceil_div(len(keys), _BLOCK),)](
-                self._to_device(keys), self._to_device(tables), given, moved, self._to_device(places), self._keys,
-                self._tables, self._used, self._memory.tensor, len(keys), _now(), words=self._words,
-                width=power_of_two(self._words), block=_BLOCK, num_warps=4,
+                self._to_device(keys), self._to_device(tables), given, moved, self._to_device(places), self._records,
+                self._memory.tensor, len(keys), _now(), words=self._words, width=power_of_two(self._words),
+                block=_BLOCK, num_warps=4,
             )  # fmt: skip
 
     def _switch(self, touched: int) -> None:
@@ -441,7 +449,7 @@ class DeviceRowCache:
         lines = self._touched[:touched]
         self._marks[lines] = 0
         if touched:
-            with on_device(self._keys):
+            with on_device(self._lines):
                 switch_kernel[(ceil_div(touched * 8, 128),)](
                     self._to_device(lines), self._to_device(self._own_lines[lines]), self._lines, touched, block=128,
                     num_warps=4,

@@ -23,8 +23,8 @@ _KEPT: Final = 16
 class LookupRequest:
     """The keys of F features for B rows each, and which of them a cache has, in memory that host and GPU share.
 
-    The host writes `keys` and `tables`, the kernel reads them over the link and writes `found`: of a small request
-    the start of three copies would take longer than the lookup.
+    The host writes `keys`, and `skip` names those that read zeros; the kernel reads them over the link and writes
+    `found`: of a small request the start of copies would take longer than the lookup.
 
     Args:
         capacity: most keys, F x B.
@@ -35,12 +35,11 @@ class LookupRequest:
         self.capacity = capacity
         pinned = device.type == "cuda"
         self._keys = torch.empty(capacity, dtype=torch.int64, pin_memory=pinned)
-        self._tables = torch.empty(capacity, dtype=torch.int32, pin_memory=pinned)
+        self._skipped = torch.empty(capacity, dtype=torch.uint8, pin_memory=pinned)
         self._found = torch.empty(capacity, dtype=torch.uint8, pin_memory=pinned)
         self._time, self._last_time = torch.zeros(1, dtype=torch.int32, device=device), 0
         self.recorded: dict[Hashable, RecordedLaunch | None] = {}
         """Lookups through this memory by form and address of the output; None: one that was launched once."""
-        self.addresses = tuple(one.data_ptr() for one in self.tensors())
         self.reshape(1, capacity)
 
     def reshape(self, features: int, rows: int) -> None:
@@ -49,14 +48,22 @@ class LookupRequest:
         self.shape = features, rows
         self.keys: NDArray[np.int64] = self._keys.numpy()[:count].reshape(features, rows)
         """(F, B), keys of the next lookup."""
-        self.tables: NDArray[np.int32] = self._tables.numpy()[:count].reshape(features, rows)
-        """(F, B), the table of each key; a number that no table has reads zeros."""
+        self.skips = False
+        """Whether some keys are skipped."""
         self.found: NDArray[np.bool_] = self._found.numpy()[:count].view(np.bool_).reshape(features, rows)
         """(F, B), after a lookup: which keys are there. The next lookup overwrites it."""
 
-    def tensors(self) -> tuple[Tensor, ...]:
-        """Return keys, tables, found flags and the time of use as a kernel takes them."""
-        return self._keys, self._tables, self._found, self._time
+    def skip(self, feature: int, rows: NDArray[np.int64]) -> None:
+        """Let the next lookup read zeros for some rows of a feature, whatever their keys are."""
+        skipped = self._skipped.numpy()[: self.keys.size].reshape(self.shape)
+        if not self.skips:
+            skipped[:] = 0
+            self.skips = True
+        skipped[feature, rows] = 1
+
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """Return keys, skipped and found flags and the time of use as a kernel takes them; None: no key is skipped."""
+        return self._keys, self._skipped if self.skips else None, self._found, self._time
 
     def set_time(self, now: int) -> None:
         """Let later lookups on the current stream note this time of use, a number of 32 bits."""

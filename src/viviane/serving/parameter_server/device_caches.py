@@ -106,12 +106,12 @@ def _lookup_group(asked: Sequence[Asked], out: Tensor) -> None:
     begun = [one.hierarchy.begin() for one in asked]
     start = time.perf_counter()
     with cache.requests.take(len(asked), len(out)) as request:
-        for i, (one, state) in enumerate(zip(asked, begun, strict=True)):
+        tables = [_tier(one).table if state.is_readable else _NO_TABLE for one, state in zip(asked, begun, strict=True)]
+        for i, one in enumerate(asked):
             request.keys[i] = one.keys
-            request.tables[i] = _tier(one).table if state.is_readable else _NO_TABLE
             if one.skipped is not None:
-                request.tables[i, one.skipped] = _NO_TABLE
-        found = cache.find_for(request, out, [one.start for one in asked]).copy()
+                request.skip(i, one.skipped)
+        found = cache.find_for(request, out, [one.start for one in asked], tables).copy()
     seconds = time.perf_counter() - start
     hits = np.count_nonzero(found, axis=1).tolist()
     for i, (one, state) in enumerate(zip(asked, begun, strict=True)):
