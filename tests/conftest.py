@@ -33,6 +33,21 @@ def pytest_collect_file() -> Generator[None, list[Any], list[Any]]:
     return [found for found in (yield) if not isinstance(found, DoctestModule)]
 
 
+@pytest.hookimpl(tryfirst=True)  # before the tests that a mark deselects are taken out
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark the tests of slow_tests.txt as slow; when all are collected, refuse a line that names none of them."""
+    lines = (Path(__file__).parent / "slow_tests.txt").read_text().splitlines()
+    slow = {line: False for line in lines if line and not line.startswith("#")}
+    for item in items:
+        for name in (item.nodeid, item.nodeid.partition("[")[0], item.nodeid.partition("::")[0]):
+            if name in slow:
+                slow[name] = True
+                item.add_marker(pytest.mark.slow)
+    if config.args == ["src", "tests"] and not all(slow.values()):
+        unknown = ", ".join(name for name, found in slow.items() if not found)
+        raise pytest.UsageError(f"tests/slow_tests.txt names tests that are not there: {unknown}")
+
+
 def pytest_collection_finish() -> None:
     """Keep what collecting imported out of garbage collections: one took a second, and tests ask for many."""
     gc.collect()

@@ -90,7 +90,7 @@ def device() -> torch.device:
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leave cases of tests with many out of the interpreter, where the slow tests are left out too.
+    """Leave slow tests, and cases of tests with many, out of the interpreter, where slow tests are left out elsewhere.
 
     Half of four to fifteen cases stay, a quarter of more. Of two values, or of four, that take turns each comes as
     often then: the number of a case that stays has an even count of set bits, or digits to base 4 whose sum is a
@@ -98,9 +98,12 @@ def pytest_collection_modifyitems(config, items):
     """
     if ON_GPU or not os.environ.get("VIVIANE_TEST_FEW"):
         return
-    kept, dropped, counts = [], [], Counter(_function(item) for item in items)
+    slow = [item for item in items if item.get_closest_marker("slow")]
+    kept, dropped, counts = [], slow, Counter(_function(item) for item in items)
     numbers = Counter()
     for item in items:
+        if item in slow:
+            continue
         number = numbers[_function(item)]
         numbers[_function(item)] += 1
         (kept if _stays(number, counts[_function(item)]) else dropped).append(item)
