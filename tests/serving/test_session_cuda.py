@@ -8,7 +8,7 @@ import torch
 from saved_models import ENCODED_ZOO, encoded_rows, encoded_schema
 
 import viviane as vv
-from viviane.batch import Batch
+from viviane.batch import Bag, Batch
 from viviane.core.errors import ConfigError, KeyRangeError
 from viviane.model import Model
 from viviane.serving import InferenceSession
@@ -71,6 +71,32 @@ def test_batches_on_the_host_page_locked_and_on_the_gpu(saved) -> None:
     locked.dense.copy_(batch.dense[:5000])
     locked.one_hot.copy_(batch.one_hot[:5000])
     np.testing.assert_allclose(session.predict(locked), wanted[:5000], atol=1e-6)
+
+
+def test_large_batches_on_the_gpu_with_full_bags_are_computed_in_parts(tmp_path) -> None:
+    columns = [{"name": "c", "num_ids": 500}, {"name": "m", "num_ids": 500, "kind": "multi_hot", "hotness": 3}]
+    schema = vv.Schema(labels=[{"name": "y"}], dense=[{"name": "x"}], categorical=columns)
+    model = vv.Model(vv.Solver(device="cuda", seed=1), schema)
+    model.add(vv.zoo.DCNv2(dim=16, deep_mlp=[32]))
+    model.compile()
+    session = InferenceSession(model.save(tmp_path / "m"), device="cuda", max_batch_size=65_536, instances=1)
+    random, size = np.random.default_rng(0), 37_000
+    rows = {"x": random.random(size, np.float32), "c": random.integers(0, 500, size),
+            "m": list(random.integers(0, 500, (size, 3)))}  # fmt: skip
+    batch = Batch.from_columns(schema, rows).to("cuda")
+    wanted = np.concatenate([session.predict(cut(batch.to("cpu"), i, i + 2000)) for i in range(0, size, 2000)])
+    instance, eager = session._instances._free.get_nowait(), []
+    instance._slots[0].run_eagerly = lambda given: eager.append(given.size)
+    session._instances._free.put(instance)
+    for given, part in ((batch, slice(None)), (cut(batch, 0, 5000), slice(5000))):
+        np.testing.assert_allclose(session.predict(given), wanted[part], atol=1e-6)
+    assert not eager
+    bad = batch.bags["m"].values.clone()
+    bad[3 * 20_000 + 1] = 501
+    wrong = Batch(batch.layout, batch.labels, batch.dense, batch.one_hot, {"m": Bag(bad, batch.bags["m"].offsets)})
+    with pytest.raises(KeyRangeError, match="column 'm', row 20000"):
+        session.predict(wrong)
+    np.testing.assert_allclose(session.predict(batch), wanted, atol=1e-6)
 
 
 def test_ids_out_of_range_are_refused_and_do_no_harm(saved) -> None:

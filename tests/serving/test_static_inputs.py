@@ -105,6 +105,33 @@ def test_padded_bags_and_rows_do_not_change_predictions(name, models, raw) -> No
     np.testing.assert_allclose(other[:50], one, rtol=1e-5, atol=1e-7)
 
 
+def test_matrices_of_full_bags_alone() -> None:
+    columns = [
+        {"name": "a", "num_ids": 20},
+        {"name": "m", "num_ids": 20, "kind": "multi_hot", "hotness": 2},
+        {"name": "w", "num_ids": 20, "kind": "multi_hot", "max_length": 3, "weights": "w_weight"},
+    ]
+    layout = InputLayout(Schema(dense=[{"name": "x"}], categorical=columns))
+    values, weights = torch.arange(6), torch.arange(6.0)
+    full = {"m": Bag(values[:4], torch.tensor([0, 2, 4])), "w": Bag(values, torch.tensor([0, 3, 6]), weights)}
+
+    def matrices(**changed: Bag):
+        dense, one_hot = torch.tensor([[0.5], [1.5]]), torch.tensor([[3], [4]])
+        return layout.matrices(Batch(layout.batch_layout, torch.zeros(2, 0), dense, one_hot, {**full, **changed}))
+
+    found = matrices()
+    assert {name: one.tolist() for name, one in found.items()} == {
+        "dense": [[0.5], [1.5]], "one_hot": [[3], [4]], "ids m": [[0, 1], [2, 3]], "ids w": [[0, 1, 2], [3, 4, 5]],
+        "weights w": [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]],
+    }  # fmt: skip
+    assert matrices(m=Bag(values[:4], torch.tensor([0, 1, 4]))) is None  # as many ids, elsewhere
+    assert matrices(m=Bag(values[:5], torch.tensor([0, 2, 4]))) is None
+    assert matrices(m=Bag(values[:3], torch.tensor([0, 2, 3]))) is None
+    assert matrices(m=Bag(values[:4], torch.tensor([0, 2, 4]), weights[:4])) is None
+    assert matrices(w=Bag(values, torch.tensor([0, 3, 6]))) is None
+    assert matrices(w=Bag(values, torch.tensor([0, 3, 6]), weights[:5])) is None
+
+
 def test_ladder() -> None:
     assert ladder(65_536) == (1, 8, 32, *(2**n for n in range(6, 17)))
     assert ladder(1) == (1,)

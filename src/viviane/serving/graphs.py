@@ -3,8 +3,8 @@
 A slot has a graph for each of a ladder of batch sizes, and buffers that they share. A batch is padded to the next size
 of the ladder; one kernel of a graph reads its inputs from page-locked memory, and one writes its results there. A
 request of more rows than the largest graph is computed in parts, one in each slot; the copy engine brings their inputs
-in while other parts compute. Large batches with bags, and batches on the GPU, run eagerly: launches cost them little,
-and packing bags would cost more.
+in while other parts compute. So is a large batch on the GPU whose bags are full. Large batches with bags on the host,
+and other batches on the GPU, run eagerly: packing would cost more than launches.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import threading
 import weakref
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from itertools import pairwise
@@ -212,7 +212,25 @@ class GraphSlot:
         self._arrived.record(copies)
         stream.wait_event(self._arrived)
         captured.launch()
-        self._ended.record(stream)
+        return self._scores_of(captured, count)
+
+    def begin_part_on_device(
+        self, inputs: Mapping[str, Tensor], start: int, stop: int
+    ) -> Callable[[], NDArray[np.float32]]:
+        """Do what `begin_part` does for rows of matrices on the device, see `InputLayout.matrices`."""
+        attach(self._forward.device)
+        count = stop - start
+        captured, stream = self._parts[self.part_sizes[bisect_left(self.part_sizes, count)]], self._lane.stream
+        stream.wait_stream(torch.cuda.current_stream(self._forward.device))
+        with torch.cuda.stream(stream):
+            for name, own in inputs.items():
+                if own.shape[1]:
+                    captured.inputs[name][:count].copy_(own[start:stop])
+        captured.launch()
+        return self._scores_of(captured, count)
+
+    def _scores_of(self, captured: _Captured, count: int) -> Callable[[], NDArray[np.float32]]:
+        self._ended.record(self._lane.stream)
 
         def scores() -> NDArray[np.float32]:
             self._ended.synchronize()
@@ -310,7 +328,11 @@ class GraphInstance:
 
     def run(self, batch: Batch, checked: bool) -> NDArray[np.float32]:
         """Return predictions, (B, L)."""
-        if batch.dense.is_cuda or (batch.bags and not self._packs_bags(batch, checked)):
+        if batch.dense.is_cuda:
+            large = self._slots[0].part_sizes and batch.size >= _LEAST_PART
+            inputs = self._layout.matrices(batch) if large else None
+            return self._slots[0].run_eagerly(batch) if inputs is None else self._run_parts(batch, inputs)
+        if batch.bags and not self._packs_bags(batch, checked):
             return self._slots[0].run_eagerly(batch)
         if batch.size <= self._part:
             checks = batch.size <= _CHECKED_BY_HOST and not checked
@@ -323,7 +345,12 @@ class GraphInstance:
     def _packs_bags(self, batch: Batch, checked: bool) -> bool:
         return batch.size < _LARGE_BAGS and (checked or self._layout.has_places_for(batch.bags))
 
-    def _run_parts(self, batch: Batch) -> NDArray[np.float32]:
+    def _run_parts(self, batch: Batch, inputs: Mapping[str, Tensor] | None = None) -> NDArray[np.float32]:
+        """Compute a batch in parts.
+
+        Args:
+            inputs: its matrices, if they are on the device.
+        """
         waiting: deque[tuple[GraphSlot, Callable[[], NDArray[np.float32]]]] = deque()
         parts: list[NDArray[np.float32]] = []
         bad = False
@@ -340,7 +367,10 @@ class GraphInstance:
                 if len(waiting) == len(self._slots):
                     bad |= take()
                 slot = self._slots[number % len(self._slots)]
-                waiting.append((slot, slot.begin_part(batch, start, stop)))
+                if inputs is None:
+                    waiting.append((slot, slot.begin_part(batch, start, stop)))
+                else:
+                    waiting.append((slot, slot.begin_part_on_device(inputs, start, stop)))
         finally:
             while waiting:
                 bad |= take()
@@ -352,7 +382,7 @@ class GraphInstance:
         """Raise what is wrong with a row; passes where the key was one of padding."""
         for slot in self._slots:
             slot.forget_bad_key()
-        self._ranges.check(batch)
+        self._ranges.check(batch.to("cpu"))
 
 
 def graph_instance(

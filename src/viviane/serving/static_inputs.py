@@ -99,6 +99,36 @@ class InputLayout:
                 return False
         return True
 
+    def matrices(self, batch: Batch) -> dict[str, Tensor] | None:
+        """Return a batch's inputs as matrices, (B, width) each; None where a bag has not all of its places filled.
+
+        On a GPU one question is asked about all bags, and waited for.
+
+        Example:
+            >>> column = {"name": "m", "num_ids": 9, "kind": "multi_hot", "hotness": 2}
+            >>> schema = Schema(categorical=[column])
+            >>> batch = Batch.from_columns(schema, {"m": [[1, 2], [3, 4]]})
+            >>> InputLayout(schema).matrices(batch)["ids m"].tolist()
+            [[1, 2], [3, 4]]
+        """
+        size, found = batch.size, {"dense": batch.dense, "one_hot": batch.one_hot}
+        for name, places in self.places.items():
+            bag = batch.bags[name]
+            weights = [] if bag.weights is None else [bag.weights]
+            if len(weights) != (name in self.weighted) or any(
+                len(one) != size * places for one in (bag.values, *weights)
+            ):
+                return None
+            found[f"ids {name}"] = bag.values.view(size, places)
+            if bag.weights is not None:
+                found[f"weights {name}"] = bag.weights.view(size, places)
+        if self.places:
+            given = torch.stack([batch.bags[name].offsets for name in self.places])
+            places_of_each = torch.tensor([*self.places.values()], device=given.device)
+            if not torch.equal(given, places_of_each[:, None] * torch.arange(size + 1, device=given.device)):
+                return None
+        return found
+
     def num_bytes(self, size: int) -> int:
         """Return the bytes of a packed batch."""
         return sum(field.num_bytes(size) for field in self.fields)
