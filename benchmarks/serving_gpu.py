@@ -226,7 +226,7 @@ def main() -> None:
         if "latency".startswith(options.only):
             measure_latency(Path(folder), options.kernels)
         if "bulk".startswith(options.only):
-            measure_bulk(Path(folder), 512 if SMALL else 51_200)
+            measure_bulk(Path(folder), 512 if SMALL else 65_536)
 
 
 if __name__ == "__main__":

@@ -163,6 +163,21 @@ def test_a_gpu_fetches_rows_for_batches_whose_keys_were_exchanged(host_memory: i
         assert torch.equal(part, found[name]), name
 
 
+def compare_on_gpus() -> None:
+    device = f"cuda:{Group.world().rank}"
+    truth, _ = train(None, device=device)
+    for ahead in (0, 2):
+        found, in_tiers = train(CACHE, ahead=ahead, device=device)
+        assert in_tiers
+        for name, part in truth.items():
+            assert torch.equal(part, found[name]), (name, ahead)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_gpus_fetch_rows_for_batches_whose_keys_were_exchanged_over_nccl() -> None:
+    processes.run(2, compare_on_gpus, backend="nccl")
+
+
 def test_what_needs_whole_tables_is_refused() -> None:
     plan = Plan(world_size=1, tables=[{"table": one.name, "kind": "row", "ranks": [0]} for one in TABLES])
     with pytest.raises(ConfigError, match="cannot send distinct rows"):
