@@ -188,6 +188,10 @@ def test_cross_layers(device, size, n, k, count, dtype):
     assert cross.reason(x, weights) is None
     tensors = [x, *backs, *weights, *biases]
     both(lambda *given: split(cross.cross_layers, *given), lambda *given: split(plain_cross, *given), tensors, dtype)
+    with torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32):
+        trained = split(cross.cross_layers, *tensors)
+        with torch.no_grad():  # stores less, with the same bits
+            assert torch.equal(split(cross.cross_layers, *tensors), trained)
 
 
 @pytest.mark.parametrize("dtype", TYPES[:2], ids=str)
@@ -269,6 +273,8 @@ def test_operators_keep_their_promises_to_torch(device):
         (torch.ops.viviane.mlp, (x, [w], [b], [True], torch.float32, packed)),
         (torch.ops.viviane.cross_layers, (x, [], [w], [b], torch.float32, None)),
         (torch.ops.viviane.cross_layers, (x, [], [w], [b], torch.float32, packed)),
+        (torch.ops.viviane.cross_layers_predict, (x, [], [w], [b], torch.float32, None)),
+        (torch.ops.viviane.cross_layers_predict, (x, [w], [w], [b], torch.float16, None)),
         (torch.ops.viviane.logistic_loss, (draw(device, 3), torch.ones(3, device=device), None, 1.0, 1.0, 0.0)),
     ]
     for operator, arguments in calls:

@@ -43,6 +43,10 @@ def test_the_same_bits_as_tritons(size, width, depth, dtype):
     product.multiply(product.FORWARD, left, down, [one, other, found, out], bias=bias)
     assert torch.equal(out, cross.fused_cross_forward(left, down, bias, one, other, truth, cross.FORWARD))
     assert torch.equal(found, truth)
+    wanted, out = out, filled(one)
+    product.multiply(product.FORWARD, left, down, [one, other, None, out], bias=bias)
+    assert torch.equal(out, wanted)
+    assert torch.equal(cross.fused_cross_forward(left, down, bias, one, other, None, cross.FORWARD), wanted)
 
     scaled = filled(one)
     sums = product.multiply(product.BACKWARD, left, up, [one, other, scaled, out])

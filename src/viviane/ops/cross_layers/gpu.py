@@ -34,10 +34,7 @@ def forward(
     Packed ones that were given are not returned: an empty tensor replaces them.
     """
     first = x.to(dtype).contiguous()
-    every = [*weights, *projections, *biases]
-    whole = pack_weights(every, dtype) if packed is None else packed
-    parts = packing([one.shape for one in every], dtype).parts(whole)
-    (ws, vs), bs = _matrices(parts, weights, projections), parts[-len(biases) :]
+    whole, ws, vs, bs = _packed(projections, weights, biases, dtype, packed)
     layers = len(weights)
     ys = first.new_empty(layers, *first.shape)
     xs, us = [first], []
@@ -48,6 +45,32 @@ def forward(
     return [*xs[1:], *us, ys, whole if packed is None else x.new_empty(0, dtype=dtype)]
 
 
+def predict(
+    x: Tensor,
+    projections: list[Tensor],
+    weights: list[Tensor],
+    biases: list[Tensor],
+    dtype: torch.dtype,
+    packed: Tensor | None = None,
+) -> Tensor:
+    """Return x_L with the bits of `forward`; what its gradient would need is not stored."""
+    first = last = x.to(dtype).contiguous()
+    _, ws, vs, bs = _packed(projections, weights, biases, dtype, packed)
+    for index, (weight, bias) in enumerate(zip(ws, bs, strict=True)):
+        last = cross_forward(last @ vs[index].t() if vs else last, weight, bias, first, last, None)
+    return last
+
+
+def _packed(
+    projections: list[Tensor], weights: list[Tensor], biases: list[Tensor], dtype: torch.dtype, packed: Tensor | None
+) -> tuple[Tensor, list[Tensor], list[Tensor], list[Tensor]]:
+    """Return all packed weights, and the W_l, V_l and b_l among them."""
+    every = [*weights, *projections, *biases]
+    whole = pack_weights(every, dtype) if packed is None else packed
+    parts = packing([one.shape for one in every], dtype).parts(whole)
+    return whole, *_matrices(parts, weights, projections), parts[-len(biases) :]
+
+
 def _matrices(
     parts: list[Tensor], weights: list[Tensor], projections: list[Tensor]
 ) -> tuple[list[Tensor], list[Tensor]]:
@@ -56,10 +79,10 @@ def _matrices(
     return every[: len(weights)], every[len(weights) :]
 
 
-def cross_forward(u: Tensor, weight: Tensor, bias: Tensor, first: Tensor, x: Tensor, y: Tensor) -> Tensor:
-    """Fill y = u W^T + b and return first * y + x."""
-    if not fits_tensor_copies(u, weight, first, x, y):
-        torch.addmm(bias, u, weight.t(), out=y)
+def cross_forward(u: Tensor, weight: Tensor, bias: Tensor, first: Tensor, x: Tensor, y: Tensor | None) -> Tensor:
+    """Fill y = u W^T + b, unless it is None, and return first * y + x."""
+    if not fits_tensor_copies(u, weight, first, x):
+        y = torch.addmm(bias, u, weight.t()) if y is None else torch.addmm(bias, u, weight.t(), out=y)
         return torch.addcmul(x, first, y)
     if product.serves(u, weight, bias.view(1, -1)):
         out = torch.empty_like(first)
@@ -69,7 +92,7 @@ def cross_forward(u: Tensor, weight: Tensor, bias: Tensor, first: Tensor, x: Ten
 
 
 def fused_cross_forward(
-    u: Tensor, weight: Tensor, bias: Tensor, first: Tensor, x: Tensor, y: Tensor, shape: TileShape
+    u: Tensor, weight: Tensor, bias: Tensor, first: Tensor, x: Tensor, y: Tensor | None, shape: TileShape
 ) -> Tensor:
     """Do the same in one kernel."""
     (size, width), depth = first.shape, u.shape[1]
@@ -77,8 +100,8 @@ def fused_cross_forward(
     with on_device(u):
         cross_forward_kernel[(ceil_div(size, shape.rows) * ceil_div(width, shape.columns),)](
             tiles_of(u, shape.rows, shape.depth), tiles_of(weight, shape.columns, shape.depth), bias,
-            *(tiles_of(one, shape.rows, shape.columns) for one in (first, x, y, out)), size, width, depth,
-            **shape.options(),
+            *(None if one is None else tiles_of(one, shape.rows, shape.columns) for one in (first, x, y, out)), size,
+            width, depth, **shape.options(),
         )  # fmt: skip
     return out
 

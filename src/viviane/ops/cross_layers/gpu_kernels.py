@@ -25,13 +25,14 @@ def cross_forward_kernel(
     columns: tl.constexpr,
     step: tl.constexpr,
 ):
-    """y = u W^T + b and out = first * y + x, all (M, N) by tensor copies; u (M, K), W (N, K)."""
+    """y = u W^T + b and out = first * y + x, all (M, N) by tensor copies; u (M, K), W (N, K); `y_out` may be None."""
     across = tl.cdiv(width, columns)
     m, n = tl.program_id(0) // across, tl.program_id(0) % across
     y = tile_product(u, weight, m * rows, n * columns, depth, rows, columns, step, True)
     cols = n * columns + tl.arange(0, columns)
     y += tl.load(bias + cols, mask=cols < width, other=0.0).to(tl.float32)[None, :]
-    y_out.store([m * rows, n * columns], y.to(y_out.dtype))
+    if y_out is not None:
+        y_out.store([m * rows, n * columns], y.to(y_out.dtype))
     result = first.load([m * rows, n * columns]).to(tl.float32) * y
     result += x.load([m * rows, n * columns]).to(tl.float32)
     out.store([m * rows, n * columns], result.to(out.dtype))

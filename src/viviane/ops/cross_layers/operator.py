@@ -17,7 +17,10 @@ def cross_layers_kernels(
     x: Tensor, projections: Sequence[Tensor], weights: Sequence[Tensor], biases: Sequence[Tensor], dtype: torch.dtype
 ) -> Tensor:
     """Call the fused layers; without projections they are of full rank. `dtype` is that of the products."""
-    packed = take_packed([*weights, *projections, *biases], dtype)
+    every = [*weights, *projections, *biases]
+    packed = take_packed(every, dtype)
+    if not (torch.is_grad_enabled() and any(one.requires_grad for one in (x, *every))):
+        return cast(Tensor, _predict(x, list(projections), list(weights), list(biases), dtype, packed))
     found = _forward(x, list(projections), list(weights), list(biases), dtype, packed)
     return cast(list[Tensor], found)[len(weights) - 1]
 
@@ -59,6 +62,38 @@ def _(
     every = [*weights, *projections, *biases]
     size = 0 if packed is not None else packing([one.shape for one in every], dtype).size
     return [*found, x.new_empty(len(weights), *x.shape, dtype=dtype), x.new_empty(size, dtype=dtype)]
+
+
+@torch.library.custom_op(
+    "viviane::cross_layers_predict",
+    mutates_args=(),
+    schema=(
+        "(Tensor x, Tensor[] projections, Tensor[] weights, Tensor[] biases, ScalarType dtype, Tensor? packed)"
+        " -> Tensor"
+    ),
+)
+def _predict(
+    x: Tensor,
+    projections: list[Tensor],
+    weights: list[Tensor],
+    biases: list[Tensor],
+    dtype: torch.dtype,
+    packed: Tensor | None,
+) -> Tensor:
+    """Return x_L alone."""
+    return cast(Tensor, load("cross_layers", "gpu").predict(x, projections, weights, biases, dtype, packed))
+
+
+@_predict.register_fake
+def _(
+    x: Tensor,
+    projections: list[Tensor],
+    weights: list[Tensor],
+    biases: list[Tensor],
+    dtype: torch.dtype,
+    packed: Tensor | None,
+) -> Tensor:
+    return x.new_empty(x.shape, dtype=dtype)
 
 
 @torch.library.custom_op(

@@ -46,7 +46,7 @@ def multiply(
     mode: int,
     left: Tensor,
     right: Tensor,
-    tiles: Sequence[Tensor],
+    tiles: Sequence[Tensor | None],
     *,
     bias: Tensor | None = None,
     layers: int = 1,
@@ -56,7 +56,7 @@ def multiply(
 
     Args:
         mode: with d the tile of the product,
-            FORWARD: y = d + bias, out = first * y + x, of tiles first, x, y, out; `right` is (N, K);
+            FORWARD: y = d + bias, out = first * y + x, of tiles first, x, y or None, out; `right` is (N, K);
             BACKWARD: out = d + grad, scaled = out * first, of tiles grad, first, scaled, out;
             LAST: out = d + g_1 + sum over l of g_{l+1} y_l, of tiles top, grads, ys, out.
         left: (M, K).
@@ -69,17 +69,19 @@ def multiply(
     Returns:
         Of BACKWARD the sums of the columns of `scaled` over 64 rows each, (M / 64, N) float32; else None.
     """
-    (size, depth), width = left.shape, tiles[-1].shape[-1]
+    keeps, given = None not in tiles, [one for one in tiles if one is not None]
+    matrices = given if keeps else [*given, given[-1]]  # the kernel takes as many, and leaves the third alone
+    (size, depth), width = left.shape, given[-1].shape[-1]
     bands, across = ceil_div(size, _BAND), ceil_div(width, _COLUMNS)
     share = _share(bands, across, multiprocessors(left.device))
     partial = None
     if mode == BACKWARD:
         partial = torch.empty(ceil_div(size, _ROWS), width, dtype=torch.float32, device=left.device)
     maps = [tensor_map(left, _BAND, _STEP), tensor_map(right, _STEP, _COLUMNS)]
-    maps += [tensor_map(one.view(-1, width), _ROWS, _COLUMNS) for one in tiles]
+    maps += [tensor_map(one.view(-1, width), _ROWS, _COLUMNS) for one in matrices]
     pointers = [ctypes.c_void_p(None if one is None else one.data_ptr()) for one in (left, bias, partial, status)]
     numbers = [ctypes.c_int(one) for one in (size, width, depth, across, share)]
-    kernel, shared = _kernel(mode, ceil_div(depth, _STEP), layers, left.dtype, left.device)
+    kernel, shared = _kernel(mode, ceil_div(depth, _STEP), layers, keeps, left.dtype, left.device)
     kernel.launch(bands * ceil_div(across, share), _THREADS, [*maps, *pointers, *numbers], shared)
     return partial
 
@@ -101,12 +103,14 @@ def _share(bands: int, across: int, multiprocessors: int) -> int:
 
 
 @cache
-def _kernel(mode: int, depths: int, layers: int, dtype: torch.dtype, device: torch.device) -> tuple[Kernel, int]:
+def _kernel(
+    mode: int, depths: int, layers: int, keeps: bool, dtype: torch.dtype, device: torch.device
+) -> tuple[Kernel, int]:
     """Return the kernel and its shared memory in bytes."""
     fixed = (_TILES + 2 * max(0, depths - _HELD)) * _TILE + _SUMS + _BARRIERS
     stages = (_SHARED - fixed) // _TILE
     shared = fixed + stages * _TILE
-    defines = {"MODE": mode, "PASSES": layers, "DEPTHS": depths, "STAGES": stages}
+    defines = {"MODE": mode, "PASSES": layers, "DEPTHS": depths, "STAGES": stages, "KEEPS": int(keeps)}
     defines |= {"BFLOAT16": 1} if dtype == torch.bfloat16 else {}
     return Kernel(SOURCE, "tile_product_kernel", defines, device, shared, only_here=True), shared
 

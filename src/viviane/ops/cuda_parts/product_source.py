@@ -8,7 +8,7 @@ tiles, two programs a multiprocessor) read both matrices for every tile, half as
 what bounds them.
 
 Macros: MODE (see `product.multiply`), DEPTHS: steps of 64 of the sum, PASSES: layers of LAST, else 1, STAGES: of the
-ring, BFLOAT16: defined for that type.
+ring, KEEPS: 1 if FORWARD stores y, else 0, BFLOAT16: defined for that type.
 """
 
 SOURCE = r"""
@@ -184,7 +184,8 @@ extern "C" __global__ void __launch_bounds__(3 * GROUP, 1) tile_product_kernel(
                     wait_for(done + barrier, i / 2 - 1 & 1);
                     if ((i - 2) % PASSES == PASSES - 1) {
                         store_tile(out, column, row, to);
-                        if (MODE <= BACKWARD) store_tile(more, column, row, to + TILE_BYTES);
+                        if (MODE == BACKWARD || MODE == FORWARD && KEEPS)
+                            store_tile(more, column, row, to + TILE_BYTES);
                         asm volatile("cp.async.bulk.commit_group;" ::: "memory");
                         if (i < passes) asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
                     }
@@ -280,7 +281,7 @@ extern "C" __global__ void __launch_bounds__(3 * GROUP, 1) tile_product_kernel(
 #if MODE == FORWARD  // x_0 and x_l become x_{l+1} and y_l
                     p += low(biases[i / 2]);
                     q += high(biases[i / 2]);
-                    write_pair(at + TILE_BYTES, p, q);
+                    if (KEEPS) write_pair(at + TILE_BYTES, p, q);
                     write_pair(at, low(x) * p + low(y), high(x) * q + high(y));
 #elif MODE == BACKWARD  // the gradient and x_0 become the new gradient and its product with x_0
                     p += low(x);
