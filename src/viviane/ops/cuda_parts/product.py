@@ -69,7 +69,8 @@ def multiply(
     Returns:
         Of BACKWARD the sums of the columns of `scaled` over 64 rows each, (M / 64, N) float32; else None.
     """
-    keeps, given = None not in tiles, [one for one in tiles if one is not None]
+    given = [one for one in tiles if one is not None]
+    keeps = len(given) == len(tiles)
     matrices = given if keeps else [*given, given[-1]]  # the kernel takes as many, and leaves the third alone
     (size, depth), width = left.shape, given[-1].shape[-1]
     bands, across = ceil_div(size, _BAND), ceil_div(width, _COLUMNS)
