@@ -112,11 +112,11 @@ def test_matrices_of_full_bags_alone() -> None:
         {"name": "w", "num_ids": 20, "kind": "multi_hot", "max_length": 3, "weights": "w_weight"},
     ]
     layout = InputLayout(Schema(dense=[{"name": "x"}], categorical=columns))
-    values, weights = torch.arange(6), torch.arange(6.0)
+    values, weights = torch.arange(6, dtype=torch.int32), torch.arange(6.0)
     full = {"m": Bag(values[:4], torch.tensor([0, 2, 4])), "w": Bag(values, torch.tensor([0, 3, 6]), weights)}
 
-    def matrices(**changed: Bag):
-        dense, one_hot = torch.tensor([[0.5], [1.5]]), torch.tensor([[3], [4]])
+    def matrices(ids=torch.int32, **changed: Bag):
+        dense, one_hot = torch.tensor([[0.5], [1.5]]), torch.tensor([[3], [4]], dtype=ids)
         return layout.matrices(Batch(layout.batch_layout, torch.zeros(2, 0), dense, one_hot, {**full, **changed}))
 
     found = matrices()
@@ -130,6 +130,8 @@ def test_matrices_of_full_bags_alone() -> None:
     assert matrices(m=Bag(values[:4], torch.tensor([0, 2, 4]), weights[:4])) is None
     assert matrices(w=Bag(values, torch.tensor([0, 3, 6]))) is None
     assert matrices(w=Bag(values, torch.tensor([0, 3, 6]), weights[:5])) is None
+    assert matrices(torch.int64) is None
+    assert matrices(m=Bag(values[:4].long(), torch.tensor([0, 2, 4]))) is None
 
 
 def test_ladder() -> None:

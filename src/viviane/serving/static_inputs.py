@@ -100,7 +100,7 @@ class InputLayout:
         return True
 
     def matrices(self, batch: Batch) -> dict[str, Tensor] | None:
-        """Return a batch's inputs as matrices, (B, width) each; None where a bag has not all of its places filled.
+        """Return a batch's inputs as matrices, (B, width) each; None where types differ or a bag is not full.
 
         On a GPU one question is asked about all bags, and waited for.
 
@@ -122,6 +122,8 @@ class InputLayout:
             found[f"ids {name}"] = bag.values.view(size, places)
             if bag.weights is not None:
                 found[f"weights {name}"] = bag.weights.view(size, places)
+        if any(found[field.name].dtype != field.dtype for field in self.fields):
+            return None  # an id cut to 32 bits would be another one
         if self.places:
             given = torch.stack([batch.bags[name].offsets for name in self.places])
             places_of_each = torch.tensor([*self.places.values()], device=given.device)
