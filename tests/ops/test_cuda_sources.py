@@ -19,10 +19,14 @@ SOURCES = {
     "sort": (SORT, {"THREADS": 1024, "ITEMS": 14, "DIGIT_BITS": 9}),
     "sort by few digits": (SORT, {"THREADS": 512, "ITEMS": 8, "DIGIT_BITS": 1}),
     **{
-        f"product {mode} {layers} {depths} {kind}": (
-            PRODUCT, {"MODE": mode, "PASSES": layers, "DEPTHS": depths, "STAGES": 16, **({kind: 1} if kind else {})}
+        f"product {mode} {layers} {depths} {keeps} {kind}": (
+            PRODUCT, {"MODE": mode, "PASSES": layers, "DEPTHS": depths, "STAGES": 16, "KEEPS": keeps,
+                      **({kind: 1} if kind else {})}
         )
-        for mode, layers, depths in ((product.FORWARD, 1, 8), (product.BACKWARD, 1, 8), (product.LAST, 3, 8), (2, 1, 1))
+        for mode, layers, depths, keeps in (
+            (product.FORWARD, 1, 8, 1), (product.FORWARD, 1, 8, 0), (product.BACKWARD, 1, 8, 1), (product.LAST, 3, 8, 1),
+            (product.LAST, 1, 1, 1),
+        )
         for kind in ("", "BFLOAT16")
     },
 }  # fmt: skip
