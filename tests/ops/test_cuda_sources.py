@@ -24,8 +24,8 @@ SOURCES = {
                       **({kind: 1} if kind else {})}
         )
         for mode, layers, depths, keeps in (
-            (product.FORWARD, 1, 8, 1), (product.FORWARD, 1, 8, 0), (product.BACKWARD, 1, 8, 1), (product.LAST, 3, 8, 1),
-            (product.LAST, 1, 1, 1),
+            (product.FORWARD, 1, 8, 1), (product.FORWARD, 1, 8, 0), (product.BACKWARD, 1, 8, 1),
+            (product.LAST, 3, 8, 1), (product.LAST, 1, 1, 1),
         )
         for kind in ("", "BFLOAT16")
     },
@@ -65,7 +65,7 @@ def test_cuda_compiles(name, compiled):
     assert compiled(source, options).startswith(b"\x7fELF")
 
 
-@pytest.mark.parametrize("name", ["sort", "product 0 1 8 BFLOAT16"])
+@pytest.mark.parametrize("name", ["sort", "product 0 1 8 1 BFLOAT16"])
 def test_a_fault_is_told(name, compiled):
     (_, source, architecture), macros = SOURCES[name]
     options = [f"-arch={architecture}", *(f"-D{key}={value}" for key, value in macros.items())]
