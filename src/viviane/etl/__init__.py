@@ -5,6 +5,7 @@ Names are imported when they are first used: applying an ETL needs no part that 
 
 from typing import TYPE_CHECKING
 
+from viviane.core.arrow_memory import keep_freed_memory
 from viviane.core.lazy_names import lazy_names
 
 if TYPE_CHECKING:
@@ -36,6 +37,8 @@ else:
             "viviane.etl.sequence_job": ("SequenceSummary", "sequences"),
         },
     )
+
+keep_freed_memory()
 
 __all__ = [
     "PRESETS",
