@@ -336,7 +336,8 @@ LINES = st.sampled_from([
     b"host: a", b"Content-Length: 2", b"content-length:3", b"content-length: 2, 2", b"content-length : 2",
     b"x: content-length", b"connection: close", b"Connection: keep-alive", b"transfer-encoding: chunked",
     b"Expect: 100-continue", b"upgrade: h2c", b" folded", b"content-length: 99999", b"content-length:",
-    b"x: y\nconnection: close", b"", b"x:\x00",
+    b"x: y\nconnection: close", b"", b"x:\x00", b"Inference-Header-Content-Length: 1",
+    b"inference-header-content-length : 1", b"x-inference-header-content-length: 1",
 ])  # fmt: skip
 STARTS = st.sampled_from([
     b"POST /v1/x HTTP/1.1", b"GET / HTTP/1.1", b"POST /a HTTP/1.0", b"POST / a HTTP/1.1", b"POST * HTTP/1.1",
@@ -362,6 +363,13 @@ def test_what_is_refused_unparsed_is_what_the_parser_takes_for_one_request(first
         return  # it would be refused with another status
     assert (len(parsed.paths), parsed.ended, parsed.keeps_alive) == (1, 1, True)
     assert head[5:].startswith(parsed.paths[0] + b" ")
+
+
+def test_a_binary_request_can_be_refused_unparsed() -> None:
+    # Its second length, that of the JSON part, is in a header whose name ends like that of the first.
+    head = b"POST /v2/models/a/infer HTTP/1.1\r\nInference-Header-Content-Length: 2\r\nContent-Length: 3\r\n\r\n"
+    assert whole_request(head + b"{}x", 1000) == head
+    assert whole_request(head + b"{}", 1000) is None
 
 
 # Connections ----------------------------------------------------------------------------------------------

@@ -21,7 +21,8 @@ _LAST_REQUEST_S: Final = 0.25
 """How long an idle connection stays open when the server ends: a request may be on its way to it."""
 _FIRST: Final = re.compile(rb"POST /[!-~]* HTTP/1\.1\r\n")
 _LENGTH: Final = re.compile(rb"\r\ncontent-length: ?([0-9]{1,5})\r\n", re.IGNORECASE)
-_LENGTH_NAME: Final = re.compile(rb"content-length", re.IGNORECASE)
+_LENGTH_NAME: Final = re.compile(rb"(?<!inference-header-)content-length", re.IGNORECASE)
+"""The protocol's binary requests also have the length of their JSON part, in a header of another name."""
 _UNUSUAL: Final = re.compile(rb"\n(?:connection|transfer-encoding|expect|upgrade|[ \t])", re.IGNORECASE)
 """Headers by which a request may end elsewhere than its length says, or its connection with it: left to the parser."""
 _TEXT: Final = b'{"error": "too many requests wait; try again later"}'
