@@ -25,6 +25,20 @@ def test_log_ticks_are_powers_of_ten():
     assert Scale(0.5, 2e6, 0, 1, log=True).ticks(10) == [1, 10, 100, 1e3, 1e4, 1e5, 1e6]
 
 
+def test_log_ticks_of_a_narrow_range_are_round_values_between_the_powers():
+    assert Scale(10, 207, 0, 1, log=True).ticks() == [10, 20, 50, 100, 200]
+    assert Scale(0.03, 0.12, 0, 1, log=True).ticks() == [0.04, 0.06, 0.08, 0.1, 0.12]
+    assert Scale(42, 58, 0, 1, log=True).ticks() == [45, 50, 55]
+
+
+@given(st.floats(1e-6, 1e6), st.floats(1.05, 1e9), st.integers(2, 9))
+def test_log_ticks_lie_in_the_range_and_there_are_enough(low, factor, count):
+    ticks = Scale(low, low * factor, 0, 100, log=True).ticks(count)
+    assert all(low * (1 - 1e-6) - 1e-11 <= tick <= low * factor * (1 + 1e-6) + 1e-11 for tick in ticks)
+    assert ticks == sorted(set(ticks))
+    assert 1 <= len(ticks) <= max(count + 2, 7)
+
+
 @given(st.floats(-1e6, 1e6), st.floats(1e-3, 1e6), st.integers(2, 9))
 def test_ticks_lie_in_the_range_and_are_not_too_many(low, width, count):
     scale = Scale(low, low + width, 0, 100)

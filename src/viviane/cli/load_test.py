@@ -11,8 +11,10 @@ from viviane.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from viviane.serving.load import LoadResult
+    from viviane.serving.load.phase import Phase
 
 _SHOWN = ("p50", "p99", "p99.9")  # perf_analyzer does not know the last one
+_HEADS = ("load", "sent", "answered/s", "rows/s", "p50 ms", "p99 ms", "p99.9 ms", "errors")
 _TOOLS = ("viviane", "perf_analyzer")
 
 
@@ -59,7 +61,7 @@ def command(
         where="options",
     )  # fmt: skip
     table = None if rows is None else read_rows(rows)
-    typer.echo(_line("load", "sent", "answered/s", "rows/s", "p50 ms", "p99 ms", "p99.9 ms", "errors"))
+    typer.echo(_line(*_HEADS))
     if tool == "perf_analyzer":
         from viviane.serving.load.perf_analyzer import run_perf_analyzer
 
@@ -83,14 +85,17 @@ def _numbers(text: str, where: str) -> list[float]:
     return found
 
 
-def _show(phase: object) -> None:
-    from viviane.serving.load.phase import Phase
+def _show(phase: Phase) -> None:
+    typer.echo(_line(*_cells(phase)))
 
-    assert isinstance(phase, Phase)
-    load = f"{phase.load:g} clients" if phase.kind == "closed" else f"{phase.load:,.0f}/s"
+
+def _cells(phase: Phase) -> list[str]:
+    """Return what is shown of a phase, under `_HEADS`."""
+    clients = "1 client" if phase.load == 1 else f"{phase.load:g} clients"
+    load = clients if phase.kind == "closed" else f"{phase.load:,.0f}/s"
     latency = [f"{phase.latency_ms[name]:.2f}" if name in phase.latency_ms else "-" for name in _SHOWN]
     errors = ", ".join(f"{count} x {kind}" for kind, count in sorted(phase.errors.items())) or "-"
-    typer.echo(_line(load, f"{phase.sent:,}", f"{phase.throughput:,.0f}", f"{phase.rows_per_s:,.0f}", *latency, errors))
+    return [load, f"{phase.sent:,}", f"{phase.throughput:,.0f}", f"{phase.rows_per_s:,.0f}", *latency, errors]
 
 
 def _line(*cells: str) -> str:
@@ -98,9 +103,9 @@ def _line(*cells: str) -> str:
 
 
 def _page(result: LoadResult) -> str:
-    """Return a page with latency against throughput, and the refused share against the offered rate."""
+    """Return a page with latency against throughput, answers against the offered rate, and a table of all phases."""
     from viviane.report.chart import Line, line_chart
-    from viviane.report.html import page
+    from viviane.report.html import page, part
     from viviane.report.panels import Panel, section
 
     def latency(kind: str, quantile: str) -> list[tuple[float, float]]:
@@ -109,7 +114,7 @@ def _page(result: LoadResult) -> str:
 
     lines = [
         Line(f"{name} {quantile}", sorted(latency(kind, quantile)), marks=True, dashed=kind == "closed")
-        for kind, name in (("open", "at a rate,"), ("closed", "clients that wait,"))
+        for kind, name in (("open", "open loop,"), ("closed", "closed loop,"))
         for quantile in ("p50", "p99")
     ]
     offered = [phase for phase in result.phases if phase.kind == "open"]
@@ -121,5 +126,9 @@ def _page(result: LoadResult) -> str:
     if offered:
         chart = line_chart(answered, x_label="requests/s offered", y_label="requests/s answered")
         panels.append(Panel("Answers", chart))
-    told = f"{result.settings.url}, {result.settings.rows} row(s) a request, {result.settings.seconds:g} s a phase"
+    table = str(part("table", _HEADS, [_cells(phase) for phase in result.phases]))
+    note = "Closed loop: each client waits for its answer. Open loop: requests arrive at a rate, whatever is answered."
+    panels.append(Panel("Phases", table, note, wide=True))
+    rows = "1 row" if result.settings.rows == 1 else f"{result.settings.rows:,} rows"
+    told = f"{result.settings.url}, {rows} a request, {result.settings.seconds:g} s a phase"
     return page(f"Load test of {result.model}", told, section("Under load", panels))

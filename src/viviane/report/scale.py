@@ -30,17 +30,27 @@ class Scale:
         return self.start + (value - low) / (high - low) * (self.stop - self.start)
 
     def ticks(self, count: int = 5) -> list[float]:
-        """Return round values inside the range: powers of ten on a log scale, else steps of 1, 2 or 5."""
-        if self.log:
-            first, last = math.ceil(math.log10(self.low) - 1e-9), math.floor(math.log10(self.high) + 1e-9)
-            step = max(1, math.ceil((last - first) / count))
-            return [10.0**power for power in range(first, last + 1, step)]
+        """Return round values inside the range: steps of 1, 2 or 5 on a linear scale.
+
+        On a log scale: powers of ten, with their double and fivefold where there are few, and steps where the range is
+        too narrow for these.
+        """
+        if self.log and len(found := self._powers(count)) > 2:
+            return found
         raw = (self.high - self.low) / count
         base = 10.0 ** math.floor(math.log10(raw))
         step_size = next(base * factor for factor in (1, 2, 5, 10) if base * factor >= raw * 0.999)
         first = math.ceil(self.low / step_size - 1e-9)
         last = math.floor(self.high / step_size + 1e-9)
         return [round(i * step_size, 12) for i in range(first, last + 1)]
+
+    def _powers(self, count: int) -> list[float]:
+        first, last = math.ceil(math.log10(self.low) - 1e-9), math.floor(math.log10(self.high) + 1e-9)
+        if last - first > 1:
+            step = max(1, math.ceil((last - first) / count))
+            return [10.0**power for power in range(first, last + 1, step)]
+        found = [factor * 10.0**power for power in range(first - 1, last + 1) for factor in (1, 2, 5)]
+        return [value for value in found if self.low * (1 - 1e-9) <= value <= self.high * (1 + 1e-9)]
 
 
 def span(values: Iterable[float], *, log: bool = False, pad: float = 0.06) -> tuple[float, float]:
