@@ -9,7 +9,7 @@ import pytest
 
 from viviane.core import exchange as module
 from viviane.core.errors import ConfigError
-from viviane.core.exchange import exchange, recover, reserved, tidy
+from viviane.core.exchange import exchange, recover, reserved, sync_tree, tidy
 from viviane.core.files import replace_file, replace_folder, write_bytes_atomic
 from viviane.core.locks import hidden_name, locked
 
@@ -135,6 +135,31 @@ def test_an_end_at_any_call_leaves_one_whole(
     assert names(tmp_path) == ["out"]
     fill(target, "next")
     assert (names(target), names(tmp_path)) == (["next"], ["out"])
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="asks Linux for the names of open files")
+def test_everything_in_a_folder_is_flushed_and_a_failure_anywhere_is_raised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "deep" / "er").mkdir(parents=True)
+    for number in range(20):
+        (tmp_path / "deep" / f"{number}").write_text("x")
+    flushed: list[Path] = []
+    fails = ""
+
+    def fsync(descriptor: int) -> None:
+        path = Path(f"/proc/self/fd/{descriptor}").readlink()
+        flushed.append(path)
+        if path.name == fails:
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    sync_tree(tmp_path)
+    assert sorted(flushed) == sorted([tmp_path, *tmp_path.rglob("*")])
+    for name in ("er", "19", tmp_path.name):
+        fails = name
+        with pytest.raises(OSError, match="No space left"):
+            sync_tree(tmp_path)
 
 
 def test_an_old_output_of_an_earlier_release_comes_back(tmp_path: Path) -> None:

@@ -6,6 +6,8 @@ import os
 import sys
 from typing import Final
 
+from viviane.core.lazy_names import collector_paused
+
 _VARIABLE: Final = "MIMALLOC_PURGE_DELAY"
 _MILLISECONDS: Final = "10000"
 
@@ -21,6 +23,7 @@ def keep_freed_memory() -> None:
         return
     os.environ[_VARIABLE] = _MILLISECONDS
     try:
-        import pyarrow  # noqa: F401 - it reads the environment now
+        with collector_paused():
+            import pyarrow  # noqa: F401 - it reads the environment now
     finally:
         del os.environ[_VARIABLE]  # other programs that this one starts have their own

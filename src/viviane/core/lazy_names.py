@@ -35,7 +35,7 @@ def lazy_names(
     def get(name: str) -> Any:
         if name not in home_of:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        with _collector_paused():
+        with collector_paused():
             module = importlib.import_module(home_of[name])
         value = getattr(module, name)
         setattr(sys.modules[package], name, value)
@@ -45,7 +45,7 @@ def lazy_names(
 
 
 @contextmanager
-def _collector_paused() -> Iterator[None]:
+def collector_paused() -> Iterator[None]:
     """Pause the garbage collector while modules are imported, whose objects stay: it would run over a hundred times.
 
     Afterwards these objects are in the oldest generation, where the collections would have moved them.
