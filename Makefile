@@ -5,8 +5,8 @@
 PYTHON ?= python3
 VENV = .venv
 BIN = $(VENV)/bin
-# One more than the two cores: a quarter of the tests' time they wait for servers and processes.
-JOBS ?= 3
+# Two more than the two cores: tests wait for servers, processes and each other's compilers half of their time.
+JOBS ?= 4
 SETUP = PYTHON='$(PYTHON)' VENV='$(VENV)' sh .ci/install
 # Worker processes share the cores, so each of them computes on one thread. Each takes a run of neighbouring tests, and
 # part of another's when it has none left, so that what the tests of a file share is made once. Hundreds of processes are
