@@ -87,12 +87,7 @@ class InferenceServer:
         Args:
             started: called when requests are taken.
         """
-        # What models and libraries made lives on: looking through it for garbage takes a quarter of a second.
-        gc.collect()
-        gc.freeze()
-        # The event loop waits for the interpreter's lock as long as a thread that computes may hold it.
-        sys.setswitchinterval(SWITCH_S)
-        with self._signals():
+        with _tuned_interpreter(), self._signals():
             asyncio.run(self._serve(started))
 
     def start(self) -> Self:
@@ -206,6 +201,22 @@ class InferenceServer:
         for one in (self._socket, self._grpc_socket):
             if one is not None:
                 one.close()
+
+
+@contextlib.contextmanager
+def _tuned_interpreter() -> Iterator[None]:
+    """Set the collector and the switch interval for a server, and set them back at its end."""
+    # What models and libraries made lives on: looking through it for garbage takes a quarter of a second.
+    gc.collect()
+    gc.freeze()
+    # The event loop waits for the interpreter's lock as long as a thread that computes may hold it.
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(SWITCH_S)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(interval)
+        gc.unfreeze()  # or libraries report at exit what they could not free
 
 
 def _http_server(service: Service, settings: ServerSettings) -> Any:
