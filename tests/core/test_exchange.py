@@ -1,6 +1,8 @@
 """Outputs are exchanged in one step; where that cannot be, an older output comes back after a kill."""
 
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -160,6 +162,24 @@ def test_everything_in_a_folder_is_flushed_and_a_failure_anywhere_is_raised(
         fails = name
         with pytest.raises(OSError, match="No space left"):
             sync_tree(tmp_path)
+
+
+def test_a_folder_is_finished_behind_the_end_of_the_main_thread(tmp_path: Path) -> None:
+    program = """
+import sys, threading
+from pathlib import Path
+from viviane.core.files import replace_folder
+ended = threading.Event()
+def save():
+    ended.wait()
+    with replace_folder(Path(sys.argv[1])) as work:
+        for number in range(10):
+            (work / str(number)).write_text("x")
+threading.Thread(target=save).start()
+threading._register_atexit(ended.set)  # called when pools have ceased to take work
+"""
+    subprocess.run([sys.executable, "-c", program, str(tmp_path / "out")], check=True, timeout=60)
+    assert len(names(tmp_path / "out")) == 10
 
 
 def test_an_old_output_of_an_earlier_release_comes_back(tmp_path: Path) -> None:

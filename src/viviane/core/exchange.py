@@ -14,8 +14,8 @@ import secrets
 import shutil
 import stat
 import sys
+import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
@@ -44,12 +44,25 @@ def sync_folder(folder: Path) -> None:
 def sync_tree(path: Path) -> None:
     """Flush a file, or all files and folders of a folder, several at once: the file system writes them together."""
     found = [path, *(path.rglob("*") if path.is_dir() else ())]
-    if len(found) == 1:
-        _sync(path)
-        return
-    with ThreadPoolExecutor(min(_SYNCED_AT_ONCE, len(found))) as pool:
-        for done in [pool.submit(_sync, one) for one in found]:
-            done.result()
+    left = iter(found)  # its steps are atomic: each path goes to one thread
+    problems: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            for one in left:
+                _sync(one)
+        except BaseException as problem:
+            problems.append(problem)
+
+    # No pool: those take no work once the main thread has ended, and a checkpoint may be written behind it.
+    threads = [threading.Thread(target=work) for _ in range(min(_SYNCED_AT_ONCE, len(found)) - 1)]
+    for thread in threads:
+        thread.start()
+    work()
+    for thread in threads:
+        thread.join()
+    if problems:
+        raise problems[0]
 
 
 def _sync(path: Path) -> None:
