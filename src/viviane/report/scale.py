@@ -35,8 +35,10 @@ class Scale:
         On a log scale: powers of ten, with their double and fivefold where there are few, and steps where the range is
         too narrow for these.
         """
-        if self.log and len(found := self._powers(count)) > 2:
-            return found
+        if self.log:
+            found = self._powers(count)
+            if len(found) > 2 or self.high > 10 * self.low:  # linear steps would leave out the lower decades
+                return found
         raw = (self.high - self.low) / count
         base = 10.0 ** math.floor(math.log10(raw))
         step_size = next(base * factor for factor in (1, 2, 5, 10) if base * factor >= raw * 0.999)
