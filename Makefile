@@ -5,7 +5,7 @@
 PYTHON ?= python3
 VENV = .venv
 BIN = $(VENV)/bin
-# Two more than the two cores: tests wait for servers, processes and each other's compilers half of their time.
+# Two more than the two cores: tests wait for servers, processes and each other's compilers.
 JOBS ?= 4
 SETUP = PYTHON='$(PYTHON)' VENV='$(VENV)' sh .ci/install
 # Worker processes share the cores, so each of them computes on one thread. Each takes a run of neighbouring tests, and
