@@ -184,17 +184,23 @@ class Group:
         return self.start_all_to_all(given, given_splits, taken_splits)()
 
     def start_all_to_all(
-        self, given: Tensor, given_splits: Sequence[int], taken_splits: Sequence[int]
+        self, given: Tensor, given_splits: Sequence[int], taken_splits: Sequence[int], *, beside: bool = False
     ) -> Callable[[], Tensor]:
-        """Begin an `all_to_all`; the function that is returned waits for it: on a GPU its stream does, not the host."""
+        """Begin an `all_to_all`; the function that is returned waits for it: on a GPU its stream does, not the host.
+
+        Args:
+            given, given_splits, taken_splits: as of `all_to_all`.
+            beside: whether to use the second group; see `open_second_group`.
+        """
         if self._group is None:
             return lambda: given
         check_sizes(taken_splits)
         taken = torch.empty(sum(taken_splits), dtype=given.dtype, device=given.device)
         with self._call():
             work = dist.all_to_all_single(
-                taken, given, list(taken_splits), list(given_splits), group=self._for(given), async_op=True
-            )
+                taken, given, list(taken_splits), list(given_splits), async_op=True,
+                group=self._beside if beside else self._for(given),
+            )  # fmt: skip
 
         held = [given]  # its memory is another's only after the wait
 

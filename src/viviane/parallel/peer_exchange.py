@@ -211,7 +211,8 @@ class PeerExchange:
             if shape.is_single:
                 gather_rows(shape.storage.weight, some, out, shape.targets, aside=rank != self.rank)
             else:  # pooling reads many times what it writes: it is not bound by the link
-                pool_columns(shape.storage.weight, some, shape.pieces, out)
+                storage = shape.storage
+                pool_columns(storage.weight, some, shape.pieces, out, num_rows=storage.null_row)
 
     def send_gradients(self, gradient: Tensor, factors: Tensor | None) -> None:
         """Write the gradient of the output (B, W) to the ranks that hold the rows, and wait for all ranks."""

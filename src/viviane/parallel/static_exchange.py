@@ -398,4 +398,5 @@ def _gather(part: StorageLookup, shape: StoragePart, out: Tensor) -> None:
     if shape.is_single:
         gather_rows(part.storage.weight, part.rows, out, part.columns, part.weights)
     else:
-        pool_columns(part.storage.weight, part.rows, shape.pieces, out, part.weights)
+        num_rows = part.storage.null_row  # those behind are zeros
+        pool_columns(part.storage.weight, part.rows, shape.pieces, out, part.weights, num_rows=num_rows)

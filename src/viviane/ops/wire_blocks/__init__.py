@@ -13,6 +13,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from viviane.ops.dispatch import kernels_serve, load
 from viviane.ops.embedding_bag import has_whole_rows
 
 __all__ = [
+    "SUMMED_TOGETHER",
     "Columns",
     "PooledPiece",
     "Segment",
@@ -33,7 +35,12 @@ __all__ = [
     "join_blocks",
     "pack_rows",
     "pool_columns",
+    "sum_pieces",
 ]
+
+
+SUMMED_TOGETHER: Final = 16
+"""Numbers that `sum_pieces` moves at once: pieces and ranges begin and end at multiples of it."""
 
 
 class Columns:
@@ -197,7 +204,13 @@ def first_difference(found: Tensor, truth: Tensor) -> Tensor:
 
 
 def pool_columns(
-    storage: Tensor, rows: Tensor, pieces: Sequence[PooledPiece], out: Tensor, weights: Tensor | None = None
+    storage: Tensor,
+    rows: Tensor,
+    pieces: Sequence[PooledPiece],
+    out: Tensor,
+    weights: Tensor | None = None,
+    *,
+    num_rows: int | None = None,
 ) -> None:
     """Sum the vectors of neighbouring columns: out[b, target : + D] = sum of weights[b, c] * storage[rows[b, c]].
 
@@ -207,6 +220,8 @@ def pool_columns(
         pieces: P of them; sums are made in float32, in the order of the columns.
         out: (B, W), contiguous or columns of a wider one.
         weights: (B, C), float32, contiguous, or None for ones.
+        num_rows: rows from this one on are zeros, which a GPU does not read: of a table that is sharded by rows, most
+            columns name such a row. None: no row is known to be.
 
     Example:
         >>> out = torch.zeros(1, 3)
@@ -216,7 +231,36 @@ def pool_columns(
     """
     if rows.dim() != 2 or not rows.is_contiguous() or out.shape[0] != rows.shape[0] or not has_whole_rows(out):
         raise VivianeError("rows (B, C) must be contiguous, the output (B, W) of whole rows", value=tuple(rows.shape))
-    _module(storage.device).pool_columns(storage, rows, tuple(pieces), out, weights)
+    some = len(storage) if num_rows is None else num_rows
+    _module(storage.device).pool_columns(storage, rows, tuple(pieces), out, weights, some)
+
+
+def sum_pieces(base: Tensor, starts: Tensor, first: int, stop: int) -> None:
+    """Replace a range of several pieces by its sum over them: base[starts[p] + i] = sum over q of base[starts[q] + i].
+
+    Sums are made in float32, in the order of the pieces, and rounded once.
+
+    Args:
+        base: the flat tensor whose first number `starts` counts from, of a floating type.
+        starts: (P,), int64, on the device: where pieces begin, multiples of `SUMMED_TOGETHER`. On a GPU a piece may be
+            outside of `base`, in the memory of another GPU.
+        first, stop: the range i of the pieces, multiples of `SUMMED_TOGETHER`.
+
+    Raises:
+        VivianeError: a bound is no such multiple.
+
+    Example:
+        >>> pieces = torch.arange(32.0)
+        >>> sum_pieces(pieces, torch.tensor([0, 16]), 0, 16)
+        >>> pieces[[0, 15, 16, 31]].tolist()
+        [16.0, 46.0, 16.0, 46.0]
+    """
+    if first % SUMMED_TOGETHER or stop % SUMMED_TOGETHER:
+        raise VivianeError(
+            "a range of pieces begins or ends between numbers that are summed together", value=f"{first} to {stop}",
+            allowed=f"multiples of {SUMMED_TOGETHER}",
+        )  # fmt: skip
+    _module(base.device).sum_pieces(base, starts, first, stop)
 
 
 def _module(device: torch.device) -> ModuleType:

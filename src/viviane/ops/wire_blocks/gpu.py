@@ -12,7 +12,7 @@ from torch import Tensor
 from viviane.ops.capture import refuse_capture
 from viviane.ops.embedding_bag.gpu import pool_shape
 from viviane.ops.triton_parts.launch import ceil_div, few_programs, on_device, power_of_two
-from viviane.ops.wire_blocks import Columns, PooledPiece, Segments
+from viviane.ops.wire_blocks import SUMMED_TOGETHER, Columns, PooledPiece, Segments
 from viviane.ops.wire_blocks.gpu_kernels import (
     cut_kernel,
     difference_kernel,
@@ -20,11 +20,13 @@ from viviane.ops.wire_blocks.gpu_kernels import (
     join_kernel,
     pack_kernel,
     pool_kernel,
+    sum_kernel,
 )
 
 _TILE = 2048  # numbers of a program
 _WIDEST = 128
 _TALL = 8  # rows of a program, which reads its columns' lines once: few, since one waits for the other
+_SUMMED = 2048  # numbers of a program of sums at a time: 32 bytes of each piece a thread, where they have 16 bits
 _FIX = "run an iteration with such a batch before the capture"
 
 
@@ -93,7 +95,7 @@ def first_difference(found: Tensor, truth: Tensor) -> Tensor:
 
 
 def pool_columns(
-    storage: Tensor, rows: Tensor, pieces: tuple[PooledPiece, ...], out: Tensor, weights: Tensor | None
+    storage: Tensor, rows: Tensor, pieces: tuple[PooledPiece, ...], out: Tensor, weights: Tensor | None, num_rows: int
 ) -> None:
     """out[b, target : + D] = sum of weights[b, c] * storage[rows[b, c]]; pieces of like length share a launch."""
     (size, row_width), dim, width = rows.shape, storage.shape[1], out.stride(0)
@@ -103,9 +105,19 @@ def pool_columns(
     for bags, ahead, warps, table in _classes(pieces, dim, storage.device):
         with on_device(storage):
             pool_kernel[(len(table) * ceil_div(size, bags),)](
-                storage, rows, weights, table, out, size, len(table), row_width, width, dim=dim, block=block,
-                num_rows=bags, ahead=ahead, aligned=aligned, num_warps=warps,
+                storage, rows, weights, table, out, size, len(table), row_width, width, num_rows, dim=dim, block=block,
+                bags=bags, ahead=ahead, aligned=aligned, num_warps=warps,
             )  # fmt: skip
+
+
+def sum_pieces(base: Tensor, starts: Tensor, first: int, stop: int) -> None:
+    """base[starts[p] + i] = sum over p of base[starts[p] + i], first <= i < stop."""
+    programs = ceil_div(stop - first, _SUMMED)
+    if programs > 0:
+        with on_device(base):
+            sum_kernel[(min(programs, few_programs(base.device)),)](
+                base, starts, first, stop, pieces=len(starts), block=_SUMMED, together=SUMMED_TOGETHER, num_warps=4
+            )
 
 
 @cache

@@ -155,7 +155,7 @@ def cut_kernel(
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["size", "num_pieces", "row_width", "width"])
+@triton.jit(do_not_specialize=["size", "num_pieces", "row_width", "width", "num_rows"])
 def pool_kernel(
     storage,
     rows,
@@ -166,28 +166,29 @@ def pool_kernel(
     num_pieces,
     row_width,
     width,
+    num_rows,
     dim: tl.constexpr,
     block: tl.constexpr,
-    num_rows: tl.constexpr,
+    bags: tl.constexpr,
     ahead: tl.constexpr,
     aligned: tl.constexpr,
 ):
-    """Sum one piece's bags of `num_rows` samples, `ahead` entries of each at a time."""
+    """Sum one piece's bags of `bags` samples, `ahead` entries of each at a time."""
     tile = tl.program_id(0) // num_pieces
     p = tl.program_id(0) - tile * num_pieces
     first = tl.load(pieces + p * 3)
     count = tl.load(pieces + p * 3 + 1)
     target = tl.load(pieces + p * 3 + 2)
-    b = (tile * num_rows + tl.arange(0, num_rows)).to(tl.int64)
+    b = (tile * bags + tl.arange(0, bags)).to(tl.int64)
     cols = tl.arange(0, block)
     inside = b < size
     j = tl.arange(0, ahead)
     entry = (b * row_width + first)[:, None] + j[None, :]
     here = inside[:, None] & (j < count)[None, :]
     row = tl.load(rows + entry, mask=here, other=0).to(tl.int64)
-    total = tl.zeros([num_rows, block], dtype=tl.float32)
+    total = tl.zeros([bags, block], dtype=tl.float32)
     for done in range(0, count, ahead):
-        known = here[:, :, None] & (cols < dim)[None, None, :]
+        known = (here & (row < num_rows))[:, :, None] & (cols < dim)[None, None, :]
         vectors = tl.load(storage + (row * dim)[:, :, None] + cols[None, None, :], mask=known, other=0.0)
         vectors = vectors.to(tl.float32)
         if weights is not None:
@@ -200,3 +201,23 @@ def pool_kernel(
     place = out + tl.multiple_of(b * width + target, [aligned])[:, None] + cols[None, :]
     mask = inside[:, None] & (cols < dim)[None, :]
     tl.store(place, total.to(out.dtype.element_ty), mask=mask, eviction_policy="evict_first")
+
+
+@triton.jit
+def _piece(starts, p: tl.constexpr, first, together: tl.constexpr):
+    return tl.multiple_of(tl.load(starts + p) + first, [together])
+
+
+@triton.jit(do_not_specialize=["first", "stop"])
+def sum_kernel(base, starts, first, stop, pieces: tl.constexpr, block: tl.constexpr, together: tl.constexpr):
+    """Sum a range of the pieces, `block` numbers at a time, and store the sums to all of them."""
+    count = (stop - first) // together
+    for k in range(tl.program_id(0), tl.cdiv(count * together, block), tl.num_programs(0)):
+        i = k * block + tl.arange(0, block)
+        here = i // together < count
+        total = tl.load(base + _piece(starts, 0, first, together) + i, mask=here, other=0.0).to(tl.float32)
+        for p in tl.static_range(1, pieces):
+            total += tl.load(base + _piece(starts, p, first, together) + i, mask=here, other=0.0).to(tl.float32)
+        for p in tl.static_range(pieces):
+            place = base + _piece(starts, p, first, together) + i
+            tl.store(place, total.to(base.dtype.element_ty), mask=here)

@@ -59,9 +59,9 @@ def first_difference(found: Tensor, truth: Tensor) -> Tensor:
 
 
 def pool_columns(
-    storage: Tensor, rows: Tensor, pieces: Sequence[PooledPiece], out: Tensor, weights: Tensor | None
+    storage: Tensor, rows: Tensor, pieces: Sequence[PooledPiece], out: Tensor, weights: Tensor | None, num_rows: int
 ) -> None:
-    """out[b, target : + D] = sum of weights[b, c] * storage[rows[b, c]]."""
+    """out[b, target : + D] = sum of weights[b, c] * storage[rows[b, c]]; rows of zeros are read as any other."""
     dim = storage.shape[1]
     for piece in pieces:
         total = torch.zeros(rows.shape[0], dim, device=out.device)
@@ -69,6 +69,16 @@ def pool_columns(
             vectors = storage.index_select(0, rows[:, column]).float()
             total += vectors if weights is None else vectors * weights[:, column : column + 1]
         out[:, piece.target : piece.target + dim] = total
+
+
+def sum_pieces(base: Tensor, starts: Tensor, first: int, stop: int) -> None:
+    """base[starts[p] + i] = sum over p of base[starts[p] + i], first <= i < stop."""
+    pieces = [base[start + first : start + stop] for start in starts.tolist()]
+    total = pieces[0].float().clone()  # not 0 + it, which would lose the sign of -0
+    for piece in pieces[1:]:
+        total += piece.float()
+    for piece in pieces:
+        piece.copy_(total)
 
 
 def _block(flat: Tensor, size: int, dim: int, source: Source) -> Tensor:

@@ -14,6 +14,7 @@ from viviane.core.ranges import timed_as
 from viviane.ops.capture import URGENT, branch
 from viviane.ops.copies import copy_each, copy_large
 from viviane.parallel import Group
+from viviane.parallel.flat_sums import FlatSums
 
 _BUCKET_BYTES = {"cpu": 4 << 20, "cuda": 8 << 20}  # on the wire; smaller buckets are far below the bandwidth of NCCL
 _LEAST_BUCKETS = 3  # for a small model: the last bucket starts after backward, so it should not hold all gradients
@@ -30,8 +31,7 @@ class _Bucket:
 
     Args:
         parameters: parameters of one type and device.
-        dtype: of the flat tensor, which is the type on the wire.
-        device: its device.
+        flat: zeros, of the type on the wire; see `size_of`.
         extra: number of further values at the end that are summed as well.
         wire_gradients: see `DenseExchange`.
     """
@@ -39,14 +39,13 @@ class _Bucket:
     def __init__(
         self,
         parameters: Sequence[nn.Parameter],
-        dtype: torch.dtype,
-        device: torch.device,
+        flat: Tensor,
         extra: int,
         wire_gradients: dict[Tensor, Tensor] | None,
     ) -> None:
         self.parameters = list(parameters)
-        sizes = [-(-one.numel() // _ALIGNED) * _ALIGNED for one in parameters]  # padded with zeros
-        self.flat = torch.zeros(sum(sizes) + len(sizes) + extra, dtype=dtype, device=device)
+        sizes = [_padded(one) for one in parameters]
+        self.flat, dtype, device = flat, flat.dtype, flat.device
         parts = torch.split(self.flat, [*sizes, len(sizes), extra])
         self.views = [part[: one.numel()].view(one.shape) for part, one in zip(parts, parameters, strict=False)]
         self.numbers = self.flat[: sum(sizes)]
@@ -61,6 +60,11 @@ class _Bucket:
             self.sums = [cut[: one.numel()].view(one.shape) for cut, one in zip(cuts, parameters, strict=True)]
         self.filled: set[int] = set()
         self.wait: Callable[[], None] | None = None
+
+    @staticmethod
+    def size_of(parameters: Sequence[nn.Parameter], extra: int) -> int:
+        """Return the number of elements of the flat tensor."""
+        return sum(map(_padded, parameters)) + len(parameters) + extra
 
     def complete(self) -> None:
         """Copy the gradients into the bucket; zeros for parameters without a gradient on this rank."""
@@ -102,6 +106,7 @@ class DenseExchange:
         wire_dtype: type of the gradients sent; None: the type of each parameter.
         wire_gradients: receives, by parameter, sums whose type differs from the parameter's; None: they are cast
             and become its `grad`.
+        uses_peers: whether captured steps sum over the memory of other GPUs where these write to each other's.
 
     Attributes:
         signals: (NUM_SIGNALS,), float32, of this rank; summed over all ranks with the loss.
@@ -117,6 +122,8 @@ class DenseExchange:
         group: Group,
         wire_dtype: torch.dtype | None = None,
         wire_gradients: dict[Tensor, Tensor] | None = None,
+        *,
+        uses_peers: bool = True,
     ) -> None:
         self.group = group
         self.wire_dtype = wire_dtype
@@ -124,22 +131,13 @@ class DenseExchange:
         self.is_static = False
         self.look: Callable[[Tensor], None] | None = None
         group.open_second_group()
-        self.buckets: list[_Bucket] = []
         self.signals = torch.zeros(NUM_SIGNALS, device=parameters[0].device) if parameters else torch.zeros(NUM_SIGNALS)
+        self.buckets: list[_Bucket] = []
+        self._sums: FlatSums | None = None
         self._present: dict[tuple[int, frozenset[int]], list[bool]] = {}
         self._unfinished: list[Callable[[], None]] = []  # sums of a dropped pass, which still write to the buckets
-        waiting: list[nn.Parameter] = []
-        self._bucket_bytes = self._choose_bucket(parameters)
-        for parameter in reversed(parameters):
-            alike = waiting and (parameter.dtype, parameter.device) == (waiting[0].dtype, waiting[0].device)
-            if waiting and (not alike or self._is_full(waiting)):
-                self._add(waiting)
-                waiting = []
-            waiting.append(parameter)
-        if waiting:
-            self._add(waiting)
-        if self.buckets and self.buckets[0].flat.dtype != torch.float32:  # not rounded to 16 bits
-            self.buckets.insert(0, _Bucket([], torch.float32, self.signals.device, 1 + NUM_SIGNALS, None))
+        if parameters:
+            self._make_buckets(parameters, uses_peers)
         self._place = {id(p): (b, i) for b, one in enumerate(self.buckets) for i, p in enumerate(one.parameters)}
         self._hooked: set[int] = set()
         self._handles: list[RemovableHandle] = []
@@ -147,6 +145,28 @@ class DenseExchange:
         self._next = 0
         self._finite = torch.zeros(())
         weakref.finalize(self, _remove, self._handles)
+
+    def _make_buckets(self, parameters: Sequence[nn.Parameter], uses_peers: bool) -> None:
+        device = parameters[0].device
+        filled: list[list[nn.Parameter]] = []
+        limit = self._choose_bucket(parameters)
+        for parameter in reversed(parameters):
+            waiting = filled[-1] if filled else []
+            alike = waiting and parameter.dtype == waiting[0].dtype
+            if not alike or self._wire_bytes(waiting) >= limit:
+                filled.append([])
+            filled[-1].append(parameter)
+        wires = [self.wire_dtype or some[0].dtype for some in filled]
+        if wires[0] != torch.float32:  # the loss and the signals are not rounded to 16 bits
+            filled.insert(0, [])
+            wires.insert(0, torch.float32)
+        extras = [1 + NUM_SIGNALS, *(0 for _ in filled[1:])]
+        sizes = [(_Bucket.size_of(some, extra), wire) for some, extra, wire in zip(filled, extras, wires, strict=True)]
+        self._sums = FlatSums(self.group, sizes, device, uses_peers=uses_peers)
+        self.buckets = [
+            _Bucket(some, flat, extra, self.wire_gradients)
+            for some, flat, extra in zip(filled, self._sums.tensors, extras, strict=True)
+        ]
 
     def _choose_bucket(self, parameters: Sequence[nn.Parameter]) -> int:
         """Return the size of a full bucket in bytes."""
@@ -157,14 +177,6 @@ class DenseExchange:
     def _wire_bytes(self, parameters: Sequence[nn.Parameter]) -> int:
         return sum((self.wire_dtype or one.dtype).itemsize * one.numel() for one in parameters)
 
-    def _is_full(self, parameters: Sequence[nn.Parameter]) -> bool:
-        return self._wire_bytes(parameters) >= self._bucket_bytes
-
-    def _add(self, parameters: Sequence[nn.Parameter]) -> None:
-        dtype = self.wire_dtype if self.wire_dtype is not None else parameters[0].dtype
-        extra = 0 if self.buckets or dtype != torch.float32 else 1 + NUM_SIGNALS
-        self.buckets.append(_Bucket(parameters, dtype, parameters[0].device, extra, self.wire_gradients))
-
     def begin(self, loss: Tensor) -> None:
         """Prepare for a backward pass.
 
@@ -172,8 +184,9 @@ class DenseExchange:
             loss: this rank's share of the loss, 0-dim; it is summed as well.
         """
         self._hook()
-        while self._unfinished:
-            self._unfinished.pop()()
+        for wait in self._unfinished:
+            wait()
+        self._unfinished.clear()
         if self.wire_gradients is not None:
             self.wire_gradients.clear()  # left by a pass whose gradients were not dropped
         self._is_on, self._next = True, 0
@@ -181,7 +194,7 @@ class DenseExchange:
         self._loss = loss.detach().clone()
         if not self.buckets:
             self.signals = self.signals.to(loss.device)
-            self.buckets.append(_Bucket([], torch.float32, loss.device, 1 + NUM_SIGNALS, None))
+            self.buckets.append(_Bucket([], torch.zeros(1 + NUM_SIGNALS, device=loss.device), 1 + NUM_SIGNALS, None))
         self.received[:1].copy_(self._loss)
         self.received[1:].copy_(self.signals)
         self._start_full()
@@ -216,21 +229,26 @@ class DenseExchange:
             self._start(bucket)
 
     def _start(self, bucket: _Bucket) -> None:
-        self._next += 1
+        number, self._next = self._next, self._next + 1
         if self.look is None:
             bucket.complete()
             self._finite = self._finite + bucket.numbers.sum(dtype=torch.float32)
-            bucket.wait = self.group.start_all_reduce(bucket.flat)
+            bucket.wait = self._start_sum(number, through_peers=False)
             return
         device = bucket.flat.device
         gradients = [one.grad for one in bucket.parameters if one.grad is not None]
         with branch(device, "buckets", gradients, priority=URGENT):  # the casts overlap backward
             bucket.complete()
-            bucket.wait = self.group.start_all_reduce(bucket.flat)
+            bucket.wait = self._start_sum(number, through_peers=True)
         if bucket.numbers.numel():
             with branch(device, "sums"):
                 bucket.wait()
                 self.look(bucket.numbers)
+
+    def _start_sum(self, number: int, *, through_peers: bool) -> Callable[[], None]:
+        if self._sums is None:  # the loss and the signals of a model without dense parameters
+            return self.group.start_all_reduce(self.buckets[number].flat)
+        return self._sums.start(number, through_peers=through_peers)
 
     @timed_as("dense exchange")
     def finish(self) -> tuple[Tensor, Tensor]:
@@ -275,6 +293,11 @@ class DenseExchange:
             if bucket.wait is not None:
                 self._unfinished.append(bucket.wait)
             bucket.wait = None
+
+
+def _padded(parameter: Tensor) -> int:
+    """Return the number of elements that a gradient takes in a bucket."""
+    return -(-parameter.numel() // _ALIGNED) * _ALIGNED
 
 
 def _remove(handles: Sequence[RemovableHandle]) -> None:

@@ -144,6 +144,7 @@ class StepState:
             self.group,
             None if wire == "float32" else getattr(torch, wire),
             self.gradients.wire_gradients,
+            uses_peers=self.solver.peer_memory is not False,
         )
         if self.guard is not None:
             self.guard = GroupGuard(self.module, self.collections, self.gradients)
