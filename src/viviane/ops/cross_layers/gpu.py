@@ -7,6 +7,7 @@ from torch import Tensor
 
 from viviane.ops.cross_layers.gpu_kernels import cross_backward_kernel, cross_forward_kernel, cross_last_kernel
 from viviane.ops.cuda_parts import product
+from viviane.ops.finished_gradients import tell_of_gradient
 from viviane.ops.packing import packing
 from viviane.ops.triton_parts.gate import gated_gradient
 from viviane.ops.triton_parts.launch import ceil_div, on_device
@@ -123,10 +124,12 @@ def backward(
     for index in range(layers - 1, -1, -1):
         found[2][index] = column_sums(partial, partial.shape[1:], [weights[index].dtype])[0]
         found[1][index] = weight_gradient(dy, us[index] if us else xs[index], weights[index].dtype)
+        tell_of_gradient(weights[index], found[1][index])
         du, back = dy, ws[index]
         if us:
             du, back = dy @ ws[index], vs[index]
             found[0][index] = weight_gradient(du, xs[index], projections[index].dtype)
+            tell_of_gradient(projections[index], found[0][index])
         if index:
             g, dy, partial = cross_backward(du, back, g, first, grads[index - 1])
     dx = cross_last(du, back, top, grads, ys)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from viviane.ops.finished_gradients import tell_of_gradient
 from viviane.ops.mlp.gpu_kernels import (
     input_gradient_kernel,
     narrow_backward_kernel,
@@ -90,8 +91,10 @@ def backward(
         if narrow and index == top:
             dz, sums, *own = _narrow_backward(dz, below, matrices[index], mask, wanted, weights[index].dtype, lower)
             weight_grads[index], bias_grads[index] = own[0].unsqueeze(0), own[1]
+            tell_of_gradient(weights[index], weight_grads[index])
         else:
             weight_grads[index] = weight_gradient(dz, below, weights[index].dtype)
+            tell_of_gradient(weights[index], weight_grads[index])
             if wanted:
                 dz, partial = input_gradient(dz, matrices[index], below if mask else None, sums_too=index > 0)
                 sums = _sums(partial, weights[index - 1]) if index else partial

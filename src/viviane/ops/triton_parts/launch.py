@@ -86,6 +86,18 @@ def few_programs(device: torch.device) -> int:
     return _PROGRAMS_BESIDE * (multiprocessors(device) if device.type == "cuda" else 2)
 
 
+def whole_programs(device: torch.device) -> int:
+    """Return how many programs of 32 warps run beside matrix products: on a fourth of the multiprocessors.
+
+    Each has one for itself; the products, which need all registers of one, keep the others. They fill a link, too.
+
+    Example:
+        >>> whole_programs(torch.device("cpu"))
+        2
+    """
+    return multiprocessors(device) // 4 if device.type == "cuda" else 2
+
+
 @cache
 def multiprocessors(device: torch.device) -> int:
     """Return how many multiprocessors a GPU has.

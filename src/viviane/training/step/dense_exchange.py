@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from viviane.core.errors import VivianeError
 from viviane.core.ranges import timed_as
 from viviane.ops.capture import URGENT, branch
 from viviane.ops.copies import copy_each, copy_large
+from viviane.ops.finished_gradients import telling_of_gradients
 from viviane.parallel import Group
 from viviane.parallel.flat_sums import FlatSums
 
-_BUCKET_BYTES = {"cpu": 4 << 20, "cuda": 8 << 20}  # on the wire; smaller buckets are far below the bandwidth of NCCL
+_BUCKET_BYTES = {"cpu": 4 << 20, "cuda": 6 << 20}  # on the wire; smaller buckets are far below the bandwidth of NCCL
 _LEAST_BUCKETS = 3  # for a small model: the last bucket starts after backward, so it should not hold all gradients
 _SMALLEST_BUCKET = 1 << 20
+_MATRIX = 2
+_Place: TypeAlias = tuple[int, int]
+"""Of a parameter: its bucket, and its number there."""
 _ALIGNED = 8  # elements: a GPU thread can access each gradient in units of 16 bytes
 
 
@@ -59,6 +65,8 @@ class _Bucket:
             cuts = torch.split(self.wide, sizes)
             self.sums = [cut[: one.numel()].view(one.shape) for cut, one in zip(cuts, parameters, strict=True)]
         self.filled: set[int] = set()
+        self.early: dict[int, Tensor] = {}
+        """Gradients that were taken before autograd had them."""
         self.wait: Callable[[], None] | None = None
 
     @staticmethod
@@ -66,10 +74,15 @@ class _Bucket:
         """Return the number of elements of the flat tensor."""
         return sum(map(_padded, parameters)) + len(parameters) + extra
 
+    def gradients(self) -> dict[int, Tensor]:
+        """Return this rank's gradients, by the number of their parameter."""
+        found = {i: self.early.get(i, self.parameters[i].grad) for i in self.filled}
+        return {i: one for i, one in found.items() if one is not None}
+
     def complete(self) -> None:
         """Copy the gradients into the bucket; zeros for parameters without a gradient on this rank."""
-        pairs = [(self.views[i], gradient) for i in self.filled if (gradient := self.parameters[i].grad) is not None]
-        copy_each([view for view, _ in pairs], [gradient for _, gradient in pairs])
+        found = self.gradients()
+        copy_each([self.views[i] for i in found], list(found.values()))
         self.present.fill_(1.0)
         for i in range(len(self.parameters)):
             if i not in self.filled:
@@ -91,17 +104,24 @@ class _Bucket:
                 parameter.grad = view
             else:  # in the wire type: a cast back would be one more pass over memory and one more copy
                 self.wire_gradients[parameter], parameter.grad = view, None
+        self.drop()
+
+    def drop(self) -> None:
+        """Forget this rank's gradients."""
         self.filled.clear()
+        self.early.clear()
 
 
 class DenseExchange:
     """Sums gradients of parameters over a group.
 
     The all-reduce of a bucket starts when backward has finished all its gradients, in the same order on all ranks. The
-    first bucket holds the last parameters, whose gradients are finished first.
+    first bucket holds the last matrices, whose gradients are finished first; vectors come last, as they are small, and
+    operators of several layers tell of their gradients late. Of matrices they tell at once. A captured step believes
+    them where eager steps have shown that what they told of is what autograd got.
 
     Args:
-        parameters: dense parameters.
+        parameters: dense parameters, in the order in which they are used; see `in_order_of_use`.
         group: the ranks.
         wire_dtype: type of the gradients sent; None: the type of each parameter.
         wire_gradients: receives, by parameter, sums whose type differs from the parameter's; None: they are cast
@@ -139,6 +159,9 @@ class DenseExchange:
         if parameters:
             self._make_buckets(parameters, uses_peers)
         self._place = {id(p): (b, i) for b, one in enumerate(self.buckets) for i, p in enumerate(one.parameters)}
+        self._place_in_memory = {p.data_ptr(): self._place[id(p)] for p in parameters}
+        self._told: dict[_Place, tuple[Tensor, int]] = {}
+        self._proven: set[_Place] = set()
         self._hooked: set[int] = set()
         self._handles: list[RemovableHandle] = []
         self._is_on = False
@@ -150,7 +173,8 @@ class DenseExchange:
         device = parameters[0].device
         filled: list[list[nn.Parameter]] = []
         limit = self._choose_bucket(parameters)
-        for parameter in reversed(parameters):
+        last_first = list(reversed(parameters))
+        for parameter in sorted(last_first, key=lambda one: one.dim() < _MATRIX):
             waiting = filled[-1] if filled else []
             alike = waiting and parameter.dtype == waiting[0].dtype
             if not alike or self._wire_bytes(waiting) >= limit:
@@ -190,6 +214,7 @@ class DenseExchange:
         if self.wire_gradients is not None:
             self.wire_gradients.clear()  # left by a pass whose gradients were not dropped
         self._is_on, self._next = True, 0
+        self._told.clear()
         self._finite = torch.zeros((), device=loss.device)
         self._loss = loss.detach().clone()
         if not self.buckets:
@@ -215,10 +240,42 @@ class DenseExchange:
                     handle: Any = parameter.register_post_accumulate_grad_hook(ready)  # type: ignore[no-untyped-call]
                     self._handles.append(handle)
 
-    def _take(self, parameter: Tensor) -> None:
-        number, index = self._place[id(parameter)]
-        self.buckets[number].filled.add(index)
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Take gradients that operators tell of, in a block that runs backward."""
+        with telling_of_gradients(self.signals.device, self._take_early):
+            yield
+
+    def _take_early(self, parameter: Tensor, gradient: Tensor) -> None:
+        """Take a gradient that an operator has finished, if it is one that autograd is known to leave as it is."""
+        place = self._place_in_memory.get(parameter.data_ptr())
+        if place is None or not self._is_on:
+            return
+        if place in self._told:  # two uses of the parameter: autograd adds their gradients
+            self._proven.discard(place)
+        self._told[place] = gradient, gradient._version
+        if self.look is None or place not in self._proven:
+            return
+        bucket = self.buckets[place[0]]
+        bucket.early[place[1]] = gradient
+        bucket.filled.add(place[1])
         self._start_full()
+
+    def _take(self, parameter: Tensor) -> None:
+        place = number, index = self._place[id(parameter)]
+        bucket, told = self.buckets[number], self._told.get(place)
+        gradient = parameter.grad
+        if told is not None and gradient is not None:
+            same = told[0].data_ptr() == gradient.data_ptr() and told[0]._version == told[1]
+            (self._proven.add if same else self._proven.discard)(place)
+        if index not in bucket.early:
+            bucket.filled.add(index)
+            self._start_full()
+        elif place not in self._proven:
+            raise VivianeError(
+                "a gradient was summed over the processes before it was complete", value=tuple(parameter.shape),
+                fix="set cuda_graph=False, and report the model: its parameters are used in another way than before",
+            )  # fmt: skip
 
     def _start_full(self) -> None:
         """Start the all-reduce of the next buckets whose gradients are complete."""
@@ -236,8 +293,9 @@ class DenseExchange:
             bucket.wait = self._start_sum(number, through_peers=False)
             return
         device = bucket.flat.device
-        gradients = [one.grad for one in bucket.parameters if one.grad is not None]
-        with branch(device, "buckets", gradients, priority=URGENT):  # the casts overlap backward
+        with branch(
+            device, "buckets", list(bucket.gradients().values()), priority=URGENT
+        ):  # the casts overlap backward
             bucket.complete()
             bucket.wait = self._start_sum(number, through_peers=True)
         if bucket.numbers.numel():
@@ -288,11 +346,34 @@ class DenseExchange:
         All-reduces that have started continue, perhaps until other ranks join; the next pass waits for them.
         """
         self._is_on = False
+        self._told.clear()
         for bucket in self.buckets:
-            bucket.filled.clear()
+            bucket.drop()
             if bucket.wait is not None:
                 self._unfinished.append(bucket.wait)
             bucket.wait = None
+
+
+def in_order_of_use(named: Mapping[str, nn.Parameter]) -> list[nn.Parameter]:
+    """Return parameters in the order in which a forward pass likely uses them: lists of one module item by item.
+
+    Example:
+        >>> names = ["first.weights.0", "first.weights.1", "first.biases.0", "first.biases.1", "last.weight"]
+        >>> named = {name: nn.Parameter(torch.full((1,), float(i))) for i, name in enumerate(names)}
+        >>> [int(one) for one in in_order_of_use(named)]
+        [0, 2, 1, 3, 4]
+    """
+    firsts: dict[str, int] = {}
+    places = []
+    for number, name in enumerate(named):
+        parent, _, last = name.rpartition(".")
+        if last.isdigit():
+            module = parent.rpartition(".")[0]
+            places.append((firsts.setdefault(module, number), int(last), number))
+        else:
+            places.append((number, 0, number))
+    parameters = list(named.values())
+    return [parameters[number] for *_, number in sorted(places)]
 
 
 def _padded(parameter: Tensor) -> int:

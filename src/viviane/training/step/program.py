@@ -342,7 +342,11 @@ class TrainStep(StepState):
             self.exchange.begin(loss)
         scaled = loss if self.loss_scale is None else loss * self.loss_scale.factor
         seed = self.one if scaled.dtype == self.one.dtype and not scaled.dim() else None
-        scaled.backward(seed)  # type: ignore[no-untyped-call]
+        if self.exchange is None:
+            scaled.backward(seed)  # type: ignore[no-untyped-call]
+            return
+        with self.exchange.backward():
+            scaled.backward(seed)  # type: ignore[no-untyped-call]
 
     def reduce(self, loss: Tensor) -> Tensor:
         """Wait for the sums of dense gradients over the ranks, and return the detached loss of the global batch."""

@@ -23,7 +23,7 @@ from viviane.training.checkpoint.saved_table import Progress
 from viviane.training.profiling.stages import StageTimes
 from viviane.training.step.average import WeightMean
 from viviane.training.step.batch_norm import join_batch_statistics
-from viviane.training.step.dense_exchange import DenseExchange
+from viviane.training.step.dense_exchange import DenseExchange, in_order_of_use
 from viviane.training.step.group_guard import GroupGuard
 from viviane.training.step.guard import NanGuard
 from viviane.training.step.loss_scale import LossScale
@@ -140,7 +140,7 @@ class StepState:
         self.sync = StepSync(self.group)
         wire = self.solver.dense_wire_dtype
         self.exchange = DenseExchange(
-            list(self.parameters.values()),
+            in_order_of_use(self.parameters),
             self.group,
             None if wire == "float32" else getattr(torch, wire),
             self.gradients.wire_gradients,
