@@ -18,7 +18,15 @@ from test_sharded_collection import FEATURES, plans, tables
 from viviane.config import SGD, AdaGrad
 from viviane.embedding import FeatureConfig, TableConfig
 from viviane.embedding.buffers import Margins
-from viviane.parallel import Group, ShardedCollection, ShardingPlan, TablePlan, static_exchange
+from viviane.parallel import (
+    Group,
+    ShardedCollection,
+    ShardingPlan,
+    TablePlan,
+    flat_sums,
+    replicas,
+    static_exchange,
+)
 from viviane.parallel.peers import ineligible_reason, open_peer_memory
 
 
@@ -49,14 +57,18 @@ class MappedMemory:
 
 
 def mapped(folder):
-    """Let routes take mapped memory; returns how many were made."""
-    made = []
+    """Let routes and the sums of replicated tables take mapped memory; returns what was made for routes."""
+    made, sums = [], []
 
-    def open_mapped(num_bytes, group, device):
-        made.append(MappedMemory(Path(folder) / f"memory-{len(made)}", num_bytes, group))
-        return made[-1], None
+    def opens(found, name):
+        def open_mapped(num_bytes, group, device):
+            found.append(MappedMemory(Path(folder) / f"{name}-{len(found)}", num_bytes, group))
+            return found[-1], None
 
-    static_exchange.open_peer_memory = open_mapped
+        return open_mapped
+
+    static_exchange.open_peer_memory, flat_sums.open_peer_memory = opens(made, "memory"), opens(sums, "sums")
+    flat_sums.ineligible_reason = replicas.ineligible_reason = lambda group, device: None
     return made
 
 
@@ -114,6 +126,7 @@ def every_plan(folder):
             emb = alike(make, data, f"{kind}, {wire}")
             assert len(made) == before + 1
             assert all(route.peers.is_taken for route in emb.exchanges.static.values())
+    assert list(Path(folder).glob("sums-*")), "no sum of a replicated table went through the memory"
 
 
 def vectors_at_their_place(folder):

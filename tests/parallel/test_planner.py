@@ -35,6 +35,19 @@ def test_the_tables_of_mlperf_fit_and_are_balanced(size):
     assert found.plan.table("C5").kind == "replicated"
 
 
+@pytest.mark.parametrize("size", [32_768, 55_296])
+def test_the_first_table_is_sharded_as_is_best_with_all_others(size):
+    """By columns over two the largest table is cheapest at first, but two of four GPUs then wait for the others."""
+    machine = replace(GPU, memory_gb_per_s=4096.0, link_gb_per_s=256.0, row_ns=0.1, call_ms=0.03, width_ms=0.06)
+    machine = replace(machine, cache_bytes=30_000_000)
+    found = Planner(TABLES, FEATURES, AdaGrad(), size, 4, machine, hotness=HOT, wire_bytes=2).best()
+    assert found.plan.table("C20").kind == "row"
+    assert found.balance > 0.95
+    fixed = [TablePlan(table="C20", kind="column", ranks=[0, 1])]
+    other = Planner(TABLES, FEATURES, AdaGrad(), size, 4, machine, hotness=HOT, wire_bytes=2, fixed=fixed).best()
+    assert found.milliseconds < 0.97 * other.milliseconds
+
+
 def test_more_processes_take_less_time():
     times = [
         Planner(TABLES, FEATURES, AdaGrad(row_wise=True), 32768, n, GPU, hotness=HOT).best().milliseconds
@@ -152,13 +165,19 @@ def test_a_table_of_many_ids_is_cut_into_few_columns():
     features = [FeatureConfig(name=table.name, table=table.name) for table in tables]
     hotness = {"a": 40.0, "b": 12.0, "c": 2.0, "d": 2.0}
     machine = Machine(10**12, 3900.0, 360.0, row_ns=0.1)
-    found = Planner(tables, features, SGD(), 8192, 4, machine, hotness=hotness).best()
-    assert (found.plan.table("a").kind, len(found.plan.table("a").ranks)) == ("column", 2)
-    assert "column over 2: a" in found.words()
-    for count in (1, 4):
+
+    def planned(count):
         fixed = [TablePlan(table="a", kind="column" if count > 1 else "table", ranks=range(count))]
-        other = Planner(tables, features, SGD(), 8192, 4, machine, hotness=hotness, fixed=fixed).best()
-        assert found.milliseconds < other.milliseconds
+        return Planner(tables, features, SGD(), 8192, 4, machine, hotness=hotness, fixed=fixed).best()
+
+    whole, halves, quarters = map(planned, (1, 2, 4))
+    assert "column over 2: a" in halves.words()
+    assert halves.milliseconds < min(whole.milliseconds, quarters.milliseconds)
+    # Rows over all: an id whose row is another part's costs half of one whose row is found.
+    best = Planner(tables, features, SGD(), 8192, 4, machine, hotness=hotness).best()
+    assert best.plan.table("a").kind == "row"
+    assert best.milliseconds < halves.milliseconds
+    assert best.costs[0]["a"].rows == 8192 * 40 * (1 + 3 / 2) / 4
 
 
 def test_processes_wait_for_the_slowest_lookup_and_for_the_one_that_sends_most():

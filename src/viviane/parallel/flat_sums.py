@@ -40,16 +40,23 @@ class FlatSums:
         sizes: number of elements and type of each tensor.
         device: of the tensors.
         uses_peers: whether to allocate them where other GPUs write to them, if these can.
+        name: of the sums over peer memory in a capture: those of one name follow one another.
     """
 
     def __init__(
-        self, group: Group, sizes: Sequence[tuple[int, torch.dtype]], device: torch.device, *, uses_peers: bool
+        self,
+        group: Group,
+        sizes: Sequence[tuple[int, torch.dtype]],
+        device: torch.device,
+        *,
+        uses_peers: bool,
+        name: str = "dense sums",
     ) -> None:
-        self._group, self._device = group, device
+        self._group, self._device, self._name = group, device, name
         reachable = ineligible_reason(group, device) is None
         self._is_ordered = reachable and group.size > 2
         self._memory: SymmetricMemory | None = None
-        parts = [_part(count, group.size) for count, _ in sizes]
+        parts = [part_size(count, group.size) for count, _ in sizes]
         begins, total = [], 0
         for part, (_, dtype) in zip(parts, sizes, strict=True):
             begins.append(total)
@@ -93,33 +100,48 @@ class FlatSums:
         flat = self._flats[number]
         if through_peers and self._memory is not None:
             return self._start_peers(flat, self._memory)
-        return self._start_ordered(flat) if self._is_ordered else self._group.start_all_reduce(flat.tensor)
+        if self._is_ordered:
+            return start_ordered_sum(self._group, flat.whole, beside=True)
+        return self._group.start_all_reduce(flat.tensor)
 
     def _start_peers(self, flat: _Flat, memory: SymmetricMemory) -> Callable[[], None]:
         first = self._group.rank * flat.part
-        with branch(self._device, "dense sums", priority=URGENT) as join:
+        with branch(self._device, self._name, priority=URGENT) as join:
             memory.barrier(_COMPLETE)
             sum_pieces(memory.base(flat.tensor.dtype), flat.starts, first, first + flat.part)
             memory.barrier(_SUMMED)
         return join
 
-    def _start_ordered(self, flat: _Flat) -> Callable[[], None]:
-        splits = [flat.part] * self._group.size
-        taken = self._group.start_all_to_all(flat.whole, splits, splits, beside=True)
-        joins: list[Callable[[], None]] = []
 
-        def wait() -> None:
-            if not joins:
-                pieces = taken()
-                starts = torch.arange(len(splits), device=self._device) * flat.part
-                sum_pieces(pieces, starts, 0, flat.part)
-                flat.whole.copy_(self._group.start_all_to_all(pieces, splits, splits, beside=True)())
-                joins.append(reached(self._device))
-            joins[0]()
+def start_ordered_sum(group: Group, whole: Tensor, *, beside: bool) -> Callable[[], None]:
+    """Begin to sum a tensor in place, each part in order of rank; the returned function lets the stream wait for it.
 
-        return wait
+    Args:
+        group: the ranks.
+        whole: (size P,), with P of `part_size`.
+        beside: whether to use the second group.
+    """
+    part = len(whole) // group.size
+    splits = [part] * group.size
+    taken = group.start_all_to_all(whole, splits, splits, beside=beside)
+    joins: list[Callable[[], None]] = []
+
+    def wait() -> None:
+        if not joins:
+            pieces = taken()
+            sum_pieces(pieces, torch.arange(group.size, device=whole.device) * part, 0, part)
+            whole.copy_(group.start_all_to_all(pieces, splits, splits, beside=beside)())
+            joins.append(reached(whole.device))
+        joins[0]()
+
+    return wait
 
 
-def _part(count: int, size: int) -> int:
-    """Return how many numbers each rank sums: all have as many, the last ones beyond the end."""
+def part_size(count: int, size: int) -> int:
+    """Return how many of `count` numbers each of `size` ranks sums: all as many, the last ones beyond the end.
+
+    Example:
+        >>> part_size(100, 4), part_size(0, 4)
+        (32, 0)
+    """
     return -(-count // (size * SUMMED_TOGETHER)) * SUMMED_TOGETHER

@@ -15,7 +15,6 @@ from viviane.core.machine import memory_bytes
 from viviane.parallel.costs import Machine
 from viviane.parallel.group import Group
 
-"""Bytes of memory assumed for a machine that does not report it."""
 FIXED_COSTS: Final = {"cpu": (40.0, 0.5, 2.0), "cuda": (0.1, 0.03, 1.0)}
 """By kind of device: nanoseconds of a looked-up row and milliseconds of an exchange, beside their bytes; and what a
 byte that is summed costs, of one that is sent. An H200 sorts 5.2 million ids in 352 us, 0.07 ns each."""

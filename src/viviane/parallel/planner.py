@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from viviane.config.optimizers import AnyOptimizer
 from viviane.core.errors import ConfigError, suggest
@@ -90,7 +90,8 @@ class Planner:
 
     It begins with each table on one process, the small ones replicated where that is cheaper. Then it shards the
     largest table of the slowest or fullest process by columns or rows, as long as that helps; columns over 2, 4 and so
-    on up to all processes, since what ids cost is paid in every part.
+    on up to all processes, since what ids cost is paid in every part. Each sharding of the first table is followed to
+    its end.
 
     Args:
         tables, features, optimizer: of the collection.
@@ -159,14 +160,13 @@ class Planner:
         free = {name: load for name, load in self.loads.items() if name not in self.fixed}
         given: dict[str, Kind] = {name: self.kinds.get(name) or self._first_kind(load) for name, load in free.items()}
         kinds: dict[str, Sharding] = {name: (kind, int(kind == "table")) for name, kind in given.items()}
-        best = self._place(kinds)
-        for _ in range(2 * len(kinds) + 1):
-            if best.fits and best.balance * _GOOD_BALANCE >= 1:
-                break
-            better = self._improve(kinds, best)
-            if better is None:
-                break
-            kinds, best = better
+        first = self._place(kinds)
+        found = [self._descend(kinds, first)]
+        if not _is_good(first):
+            moves = self._moves(kinds, first)
+            # The first table is the one that counts most: what is best for it alone may leave less for the others.
+            found += [self._descend(one.kinds, one.planned) for one in moves if one.table == moves[0].table]
+        best = min(found, key=_rank)
         if not best.fits:
             raise ConfigError(
                 "the tables do not fit", value=f"{sum(load.bytes for load in self.loads.values()) / 1e9:.1f} GB",
@@ -245,20 +245,34 @@ class Planner:
     def _time(self, load: TableLoad, kind: Kind, hot: int = 0) -> float:
         return self._part_cost(load.table.name, kind, self.world_size, hot).milliseconds(self.machine)
 
-    def _improve(self, kinds: Mapping[str, Sharding], best: Planned) -> tuple[dict[str, Sharding], Planned] | None:
-        """Shard one more table of the rank with the most bytes, else of the slowest one or the one that sends most."""
-        found: list[tuple[tuple[bool, float], dict[str, Sharding], Planned]] = []
+    def _descend(self, kinds: dict[str, Sharding], best: Planned) -> Planned:
+        """Shard one table after another as long as that helps."""
+        for _ in range(2 * len(kinds) + 1):
+            if _is_good(best):
+                break
+            moves = self._moves(kinds, best)
+            if not moves:
+                break
+            move = moves[0]
+            helps = _rank(move.planned) < _rank(best) or (not best.fits and not move.planned.fits)
+            if not helps:
+                break
+            kinds, best = move.kinds, move.planned
+        return best
+
+    def _moves(self, kinds: Mapping[str, Sharding], best: Planned) -> list[_Move]:
+        """Shard one more table of the rank with the most bytes, else of the slowest one or the one that sends most.
+
+        Returns:
+            each way to do so, the best one first.
+        """
+        found: list[_Move] = []
         for name in self._heaviest(best):
             if name in kinds and name not in self.kinds and kinds[name][0] in ("table", "replicated"):
                 for sharding in self._shardings(self.loads[name]):
                     changed = {**kinds, name: sharding}
-                    planned = self._place(changed)
-                    found.append(((not planned.fits, planned.milliseconds), changed, planned))
-        if not found:
-            return None
-        rank, changed, planned = min(found, key=lambda one: one[0])
-        helps = rank < (not best.fits, best.milliseconds) or (not best.fits and not planned.fits)
-        return (changed, planned) if helps else None
+                    found.append(_Move(name, changed, self._place(changed)))
+        return sorted(found, key=lambda one: _rank(one.planned))
 
     def _heaviest(self, best: Planned) -> list[str]:
         """Return the most expensive tables of the slowest rank and of the rank that sends most."""
@@ -284,6 +298,22 @@ class Planner:
             return shardings
         halves = [parts for parts in (2 << i for i in range(size.bit_length())) if parts < size]
         return [*shardings, *(("column", parts) for parts in (*halves, size) if table.dim >= 4 * parts)]
+
+
+class _Move(NamedTuple):
+    """A table that is sharded, the kinds of all tables then, and their plan."""
+
+    table: str
+    kinds: dict[str, Sharding]
+    planned: Planned
+
+
+def _rank(planned: Planned) -> tuple[bool, float]:
+    return not planned.fits, planned.milliseconds
+
+
+def _is_good(planned: Planned) -> bool:
+    return planned.fits and planned.balance * _GOOD_BALANCE >= 1
 
 
 def _with_room(machine: Machine, loads: Sequence[TableLoad], world_size: int) -> Machine:

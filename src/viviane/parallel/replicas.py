@@ -20,7 +20,9 @@ from viviane.embedding.lookup import entries_of, flat_rows, hand_over
 from viviane.embedding.table_storage import RowGradients, StorageLookup
 from viviane.ops.row_update import Entries, Scratch, prepare_rows, update_rows
 from viviane.ops.rules import rule_of
+from viviane.parallel.flat_sums import FlatSums, part_size, start_ordered_sum
 from viviane.parallel.group import Group
+from viviane.parallel.peers import ineligible_reason
 
 _ZERO_ROWS = 2  # see viviane.ops.key_rows
 
@@ -95,18 +97,29 @@ class ReplicaSum:
         kind = torch.int32 if storage.null_row * storage.dim < 2**31 else torch.int64
         self._sources = self._every.to(kind) * storage.dim
         self._rests = all(ignores_zero_gradients(one.optimizer) for one in storage.rule_ranges)
+        self._size = storage.null_row * storage.dim + (0 if self._rests else storage.null_row + _ZERO_ROWS)
+        self._is_ordered = group.size > 2 and ineligible_reason(group, storage.weight.device) is None
+        self._peers: FlatSums | None = None
+
+    def open_peers(self) -> None:
+        """Let captured batches sum over peer memory, if there is any. Collective."""
+        if self.group.size > 1:
+            self.group.open_second_group()
+            sizes, device = [(self._size, self.wire)], self.storage.weight.device
+            self._peers = FlatSums(self.group, sizes, device, uses_peers=True, name="replica sums")
 
     def prepare(self, part: StorageLookup) -> None:
         """Begin the part of the sum that needs no gradients."""
         if part.tables and self.group.size > 1:
             prepare_rows(part.rows.reshape(-1), self._scratch, self.storage.null_row + _ZERO_ROWS)
 
-    def start(self, part: StorageLookup, gradient: Tensor) -> Callable[[], None]:
+    def start(self, part: StorageLookup, gradient: Tensor, *, through_peers: bool = False) -> Callable[[], None]:
         """Begin the sum; the function that is returned waits for it and hands it to the storage.
 
         Args:
             part: what was looked up.
             gradient: of the output, (B, W).
+            through_peers: whether to use the peer memory, which exists once: in captured steps.
         """
         if not part.tables:
             return lambda: None
@@ -116,13 +129,12 @@ class ReplicaSum:
         storage, (given, width) = self.storage, flat_rows(gradient)
         rows, dim = storage.null_row, storage.dim
         entries = replace(entries_of(part, given, len(gradient), width), bound=rows + _ZERO_ROWS)
-        flat = torch.zeros(rows * dim + (0 if self._rests else rows + _ZERO_ROWS), device=gradient.device)
+        flat = torch.zeros(self._size, device=gradient.device)
         # 0 - (-1) g: the rule of plain descent sums the gradients of equal rows.
         update_rows(flat[: rows * dim].view(rows, dim), {}, entries, SGD(), lr=-1.0, step=1, scratch=self._scratch)
         if not self._rests:
             flat[rows * dim :].index_fill_(0, entries.rows.to(torch.int64), 1.0)
-        whole = flat.to(self.wire)
-        wait = self.group.start_sum(whole)
+        whole, wait = self._start_sum(flat, self._peers if through_peers else None)
 
         def finish() -> None:
             wait()
@@ -135,3 +147,16 @@ class ReplicaSum:
             storage.is_joined = True
 
         return finish
+
+    def _start_sum(self, flat: Tensor, peers: FlatSums | None) -> tuple[Tensor, Callable[[], None]]:
+        """Begin to sum numbers in the type of the wire; returns what holds the sums after the wait."""
+        if peers is not None:
+            [whole] = peers.tensors
+            whole.copy_(flat)
+            return whole, peers.start(0, through_peers=True)
+        if not self._is_ordered:
+            whole = flat.to(self.wire)
+            return whole, self.group.start_sum(whole)
+        padded = flat.new_zeros(self.group.size * part_size(self._size, self.group.size), dtype=self.wire)
+        padded[: self._size].copy_(flat)
+        return padded[: self._size], start_ordered_sum(self.group, padded, beside=False)

@@ -137,6 +137,8 @@ class StaticExchange:
         columns = sum(len(span) for span in self.resolve.columns.values())
         factors = torch.ones(self.size, len(self.layout.owners), device=device) if has_means else None
         peers.rehearse(columns, self._kind, factors)
+        for one in self._sums:
+            one.open_peers()
         self.peers = peers
         return None
 
@@ -328,7 +330,10 @@ class StaticExchange:
         finish = start(own, inputs, gradient)
         # Autograd continues with the layers that produced the other inputs: they do not wait for these sums.
         with branch(self._sharded.device, "replicas", [gradient]):
-            sums = [one.start(part, gradient) for part, one in zip(local, self._sums, strict=True)]
+            through = inputs.peers is not None
+            sums = [
+                one.start(part, gradient, through_peers=through) for part, one in zip(local, self._sums, strict=True)
+            ]
         self._sharded.wait_for(finish, sums)
 
     def _grad_dist_collective(

@@ -18,8 +18,11 @@ from viviane.ops.copies import copy_each, copy_large
 from viviane.ops.finished_gradients import telling_of_gradients
 from viviane.parallel import Group
 from viviane.parallel.flat_sums import FlatSums
+from viviane.parallel.peers import ineligible_reason
 
-_BUCKET_BYTES = {"cpu": 4 << 20, "cuda": 6 << 20}  # on the wire; smaller buckets are far below the bandwidth of NCCL
+_BUCKET_BYTES = {"cpu": 4 << 20, "cuda": 8 << 20}  # on the wire; smaller buckets are far below the bandwidth of NCCL
+_PEER_BUCKET_BYTES = 3 << 20
+"""Over peer memory: four H200 take 3.23 ms for DLRM-DCNv2 at 32,768 rows where 6 MB take 3.27 and 12 MB 3.30."""
 _LEAST_BUCKETS = 3  # for a small model: the last bucket starts after backward, so it should not hold all gradients
 _SMALLEST_BUCKET = 1 << 20
 _MATRIX = 2
@@ -172,7 +175,8 @@ class DenseExchange:
     def _make_buckets(self, parameters: Sequence[nn.Parameter], uses_peers: bool) -> None:
         device = parameters[0].device
         filled: list[list[nn.Parameter]] = []
-        limit = self._choose_bucket(parameters)
+        uses_peers = uses_peers and ineligible_reason(self.group, device) is None
+        limit = self._choose_bucket(parameters, uses_peers)
         last_first = list(reversed(parameters))
         for parameter in sorted(last_first, key=lambda one: one.dim() < _MATRIX):
             waiting = filled[-1] if filled else []
@@ -192,11 +196,12 @@ class DenseExchange:
             for some, flat, extra in zip(filled, self._sums.tensors, extras, strict=True)
         ]
 
-    def _choose_bucket(self, parameters: Sequence[nn.Parameter]) -> int:
+    def _choose_bucket(self, parameters: Sequence[nn.Parameter], uses_peers: bool) -> int:
         """Return the size of a full bucket in bytes."""
-        if not parameters or not parameters[0].is_cuda:
+        if not parameters[0].is_cuda:
             return _BUCKET_BYTES["cpu"]
-        return min(_BUCKET_BYTES["cuda"], max(_SMALLEST_BUCKET, self._wire_bytes(parameters) // _LEAST_BUCKETS))
+        most = _PEER_BUCKET_BYTES if uses_peers else _BUCKET_BYTES["cuda"]
+        return min(most, max(_SMALLEST_BUCKET, self._wire_bytes(parameters) // _LEAST_BUCKETS))
 
     def _wire_bytes(self, parameters: Sequence[nn.Parameter]) -> int:
         return sum((self.wire_dtype or one.dtype).itemsize * one.numel() for one in parameters)
