@@ -277,7 +277,7 @@ class Storage(TableStorage):
             self._prepared = joined.placed()
 
     def _sort_ahead(self, rows: Tensor) -> None:
-        prepare_rows(rows, self._scratch, self.null_row + ZERO_ROWS)
+        prepare_rows(rows, self._scratch, self.null_row + ZERO_ROWS, ZERO_ROWS)
 
     @serialized
     def prepared_sources(self, lookup: StorageLookup, stride: int) -> Tensor | None:
@@ -382,7 +382,7 @@ class Storage(TableStorage):
             return self._all
         joined = self._joined()
         if self.weight.is_cuda:  # a CPU does not sort, and needs no bound
-            self._all = joined = replace(joined, bound=self.null_row + ZERO_ROWS)
+            self._all = joined = replace(joined, bound=self.null_row + ZERO_ROWS, skipped=ZERO_ROWS)
         elif len(self._pending) > 1:  # to keep a single one takes longer than to join it again
             self._all = joined
         return joined
@@ -394,7 +394,7 @@ class Storage(TableStorage):
             return
         entries = self._entries()
         if entries.order is None:  # where `prepare` has sorted them nothing is launched
-            prepare_rows(entries.rows, self._scratch, entries.bound)
+            prepare_rows(entries.rows, self._scratch, entries.bound, entries.skipped)
         join_rows(self.weight.device, self._scratch)
         if entries.weights is not None:
             self._all = replace(entries, weights=entries.weights.clone())

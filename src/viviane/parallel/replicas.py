@@ -111,7 +111,8 @@ class ReplicaSum:
     def prepare(self, part: StorageLookup) -> None:
         """Begin the part of the sum that needs no gradients."""
         if part.tables and self.group.size > 1:
-            prepare_rows(part.rows.reshape(-1), self._scratch, self.storage.null_row + _ZERO_ROWS)
+            rows, bound = part.rows.reshape(-1), self.storage.null_row + _ZERO_ROWS
+            prepare_rows(rows, self._scratch, bound, _ZERO_ROWS)
 
     def start(self, part: StorageLookup, gradient: Tensor, *, through_peers: bool = False) -> Callable[[], None]:
         """Begin the sum; the function that is returned waits for it and hands it to the storage.
@@ -128,7 +129,8 @@ class ReplicaSum:
             return lambda: None
         storage, (given, width) = self.storage, flat_rows(gradient)
         rows, dim = storage.null_row, storage.dim
-        entries = replace(entries_of(part, given, len(gradient), width), bound=rows + _ZERO_ROWS)
+        entries = entries_of(part, given, len(gradient), width)
+        entries = replace(entries, bound=rows + _ZERO_ROWS, skipped=_ZERO_ROWS)
         flat = torch.zeros(self._size, device=gradient.device)
         # 0 - (-1) g: the rule of plain descent sums the gradients of equal rows.
         update_rows(flat[: rows * dim].view(rows, dim), {}, entries, SGD(), lr=-1.0, step=1, scratch=self._scratch)

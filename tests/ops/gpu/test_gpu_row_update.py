@@ -232,6 +232,25 @@ def test_sorting_equals_a_stable_sort(device, count, bits):
         assert torch.equal(found[1].to(torch.int64), truth[1])
 
 
+@pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
+@pytest.mark.parametrize("count", [1, 1025, 53_248, 1_048_570, 2_100_000, 4_500_000])
+@pytest.mark.parametrize("bound", [3, 500, 2**20, 2**26 + 7])
+@pytest.mark.parametrize("share", [0.0, 0.6, 1.0])
+def test_rows_that_nobody_updates_are_left_out_of_a_sort(device, count, bound, share):
+    rng = random(count)
+    rows = torch.randint(0, bound - 2, (count,), generator=rng)
+    null = torch.rand(count, generator=rng) < share
+    rows = torch.where(null, bound - 2 + torch.randint(0, 2, (count,), generator=rng), rows).to(torch.int32).to(device)
+    truth = torch.sort(rows, stable=True)
+    some = int((rows < bound - 2).sum())
+    for beside, spare in ((False, 0), (True, 0), (True, 16), (False, 1000)):
+        found = gpu.sort_entries(rows, Scratch(), bound, skipped=2, beside=beside, spare=spare)
+        assert torch.equal(found[0][:some], truth[0][:some])
+        assert torch.equal(found[1][:some].to(torch.int64), truth[1][:some])
+        assert bool((found[0][some:] == bound - 2).all())
+        assert bool(((found[1][some:] >= 0) & (found[1][some:] < count)).all())
+
+
 @pytest.mark.parametrize("dim", [1, 128] if ON_GPU else [1])
 def test_one_row_a_hundred_thousand_times(device, dim, monkeypatch):
     monkeypatch.undo()

@@ -48,6 +48,7 @@ class Entries:
         weights: (N,), float32, or None for ones.
         aligned: a power of two that divides every number in `sources`; 4 and more let a GPU load in wide pieces.
         bound: of rows that are all 0 <= row < bound, which lets a GPU sort them by fewer bits; None: not known.
+        skipped: how many of the last rows below the bound nobody updates or sums: a GPU does not sort their entries.
         order: (N,), on the rows' device, where equal rows are neighbours already and a GPU need not sort them: of each
             row the entry whose source and weight it has, 0, 1, to N - 1 where these are sorted, too; None: not known.
     """
@@ -59,6 +60,7 @@ class Entries:
     aligned: int = 1
     bound: int | None = None
     order: Tensor | None = None
+    skipped: int = 0
 
     def __post_init__(self) -> None:
         count = len(self.rows)
@@ -161,7 +163,7 @@ def update_rows(
     )  # fmt: skip
 
 
-def prepare_rows(rows: Tensor, scratch: Scratch, bound: int | None = None) -> None:
+def prepare_rows(rows: Tensor, scratch: Scratch, bound: int | None = None, skipped: int = 0) -> None:
     """Begin what an update needs to know of the rows alone, while the forward and backward pass run.
 
     On a GPU that is their sorting, on a stream of its own; the next `update_rows` or `sum_rows` with this scratch and
@@ -170,13 +172,13 @@ def prepare_rows(rows: Tensor, scratch: Scratch, bound: int | None = None) -> No
     Args:
         rows: (N,), int32 or int64, contiguous; what they hold must not change before the update.
         scratch: of the table.
-        bound: as in `Entries`.
+        bound, skipped: as in `Entries`.
 
     Example:
         >>> prepare_rows(torch.tensor([2, 0, 2]), Scratch())
     """
     if rows.is_cuda and len(rows) and choose(rows.device) == "gpu":
-        implementation("row_update", rows.device).prepare_rows(rows, scratch, bound)
+        implementation("row_update", rows.device).prepare_rows(rows, scratch, bound, skipped)
 
 
 def sort_entries(rows: Tensor, bound: int | None = None, *, spare: int = 0) -> tuple[Tensor, Tensor]:

@@ -123,10 +123,10 @@ def join_shape(dim: int) -> tuple[int, int]:
     return max(1, min(32, 32 * WARP * warps // power_of_two(dim))), warps
 
 
-def prepare_rows(rows: Tensor, scratch: Scratch, bound: int | None = None) -> None:
+def prepare_rows(rows: Tensor, scratch: Scratch, bound: int | None = None, skipped: int = 0) -> None:
     """Sort rows on a stream of its own, after all that the current stream was given so far."""
     with aside(rows.device, scratch, [rows]):
-        sort_entries(rows, scratch, bound, beside=True)
+        sort_entries(rows, scratch, bound, skipped=skipped, beside=True)
 
 
 @contextmanager
@@ -163,11 +163,17 @@ def _sorted(entries: Entries, scratch: Scratch) -> tuple[Tensor, Tensor]:
     join_rows(entries.rows.device, scratch)
     if entries.order is not None:
         return entries.rows, entries.order
-    return sort_entries(entries.rows, scratch, entries.bound)
+    return sort_entries(entries.rows, scratch, entries.bound, skipped=entries.skipped)
 
 
 def sort_entries(
-    rows: Tensor, scratch: Scratch, bound: int | None = None, *, beside: bool = False, spare: int = 0
+    rows: Tensor,
+    scratch: Scratch,
+    bound: int | None = None,
+    *,
+    skipped: int = 0,
+    beside: bool = False,
+    spare: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Sort rows, those of equal rows in the order of the entries; kept in the scratch until other rows come.
 
@@ -177,7 +183,7 @@ def sort_entries(
     Args:
         rows: (N,), int32 or int64.
         scratch: of the table.
-        bound: as in `Entries`.
+        bound, skipped: as in `Entries`.
         beside: whether other kernels are to run at the same time.
         spare: multiprocessors to leave to a kernel that holds them for long.
 
@@ -192,7 +198,7 @@ def sort_entries(
     kept, recorded = scratch.tensors.get(_SORTED[0]), is_capturing(rows.device)
     # What a graph sorts holds once it is replayed, and what was sorted before it is not sorted by its replays.
     if kept is None or recorded != scratch.recorded or not _same(kept, rows):
-        found, order = sort_rows(rows, bound, beside=beside, spare=spare)
+        found, order = sort_rows(rows, bound, skipped=skipped, beside=beside, spare=spare)
         scratch.tensors.update(zip(_SORTED, (rows, found, order), strict=True))
         scratch.recorded = recorded
     return scratch.tensors[_SORTED[1]], scratch.tensors[_SORTED[2]]

@@ -11,6 +11,8 @@ a pass, so that nothing is launched again:
                puts its own in order in shared memory, since single rows cost eight times what neighbours do
 
 Equal rows keep their order, and nothing depends on which block or warp comes first: the result is torch's stable sort.
+Rows that no update takes are left out of the first pass, and the others are shared out anew: of a table that is sharded
+by rows over four GPUs, three of four are such rows.
 """
 
 from __future__ import annotations
@@ -65,8 +67,12 @@ __device__ u32 sum_before(u32 value, u32* of_warps) {
     return before;
 }
 
+// Whether a row takes part; limit 0: all do.
+__device__ bool counts_in(u32 key, u32 limit) { return limit == 0u || key < limit; }
+
 // Counts rows by their digit, as many as one thread's.
-__device__ u32 count_digits(const u32* keys, u32 begin, u32 end, u32 flip, int shift, int bits, u32* counts) {
+__device__ u32 count_digits(const u32* keys, u32 begin, u32 end, u32 flip, u32 limit, int shift, int bits,
+                            u32* counts) {
     const u32 mask = (1u << bits) - 1;
     if (threadIdx.x < DIGITS) counts[threadIdx.x] = 0;
     __syncthreads();
@@ -76,14 +82,15 @@ __device__ u32 count_digits(const u32* keys, u32 begin, u32 end, u32 flip, int s
         for (int i = 0; i < ITEMS; i++) key[i] = start + i * THREADS < end ? __ldcg(keys + start + i * THREADS) : 0u;
         #pragma unroll
         for (int i = 0; i < ITEMS; i++)
-            if (start + i * THREADS < end) atomicAdd(counts + (((key[i] ^ flip) >> shift) & mask), 1u);
+            if (start + i * THREADS < end && counts_in(key[i], limit))
+                atomicAdd(counts + (((key[i] ^ flip) >> shift) & mask), 1u);
     }
     __syncthreads();
     return threadIdx.x < DIGITS ? counts[threadIdx.x] : 0u;
 }
 
 // Ranks a tile's rows among those of their digit in the warp, and counts them by warp.
-__device__ void rank_tile(const u32* keys, u32 start, u32 end, u32 flip, int shift, int bits,
+__device__ void rank_tile(const u32* keys, u32 start, u32 end, u32 flip, u32 limit, int shift, int bits,
                           unsigned short (*counts)[DIGITS], u32* key, unsigned short* rank) {
     const u32 lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     const u32 first = start + warp * (32 * ITEMS) + lane, mask = (1u << bits) - 1;
@@ -93,7 +100,7 @@ __device__ void rank_tile(const u32* keys, u32 start, u32 end, u32 flip, int shi
     __syncthreads();
     #pragma unroll
     for (int i = 0; i < ITEMS; i++) {
-        const bool here = first + i * 32 < end;
+        const bool here = first + i * 32 < end && counts_in(key[i], limit);
         const u32 digit = (key[i] >> shift) & mask;
         u32 same = __ballot_sync(0xffffffffu, here);
         #pragma unroll
@@ -124,9 +131,10 @@ __device__ u32 sum_warps(unsigned short (*counts)[DIGITS]) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) sort_rows(
-    const u32* rows, u32* work, u32* sums, u32 n, int total_bits, int digit_bits, u32 sign, u32 part) {
+    const u32* rows, u32* work, u32* sums, u32 n, int total_bits, int digit_bits, u32 sign, u32 part,
+    u32 limit) {  // with a limit there is no sign
     extern __shared__ u32 shared[];  // keys and places of a tile, then counts by warp
-    __shared__ u32 base[DIGITS], local[DIGITS], of_warps[WARPS];
+    __shared__ u32 base[DIGITS], local[DIGITS], of_warps[WARPS], of_tile, of_all;
     u32* const tile_keys = shared;
     u32* const tile_places = shared + TILE;
     unsigned short (*counts)[DIGITS] = (unsigned short (*)[DIGITS])(shared + 2 * TILE);
@@ -136,20 +144,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) sort_rows(
     u32* const by_block = totals + DIGITS;
     const u32* keys = rows;
     const u32* places = 0;
-    const u32 begin = block * part, end = min(begin + part, n);
+    u32 count = n, begin = block * part, end = min(begin + part, n);
     u32 phase = 0, key[ITEMS];
     unsigned short rank[ITEMS];
     int which = 0;
     for (int shift = 0; shift < total_bits; shift += digit_bits, which ^= 1) {
         const int bits = min(digit_bits, total_bits - shift);
-        const u32 digits = 1u << bits, flip = shift == 0 ? sign : 0u;
+        const u32 digits = 1u << bits, flip = shift == 0 ? sign : 0u, bar = shift == 0 ? limit : 0u;
         u32 own = 0;
         if (part <= TILE) {
-            rank_tile(keys, begin, end, flip, shift, bits, counts, key, rank);
+            rank_tile(keys, begin, end, flip, bar, shift, bits, counts, key, rank);
             if (threadIdx.x < digits) own = sum_warps(counts);
             __syncthreads();
         } else {
-            own = count_digits(keys, begin, end, flip, shift, bits, local);
+            own = count_digits(keys, begin, end, flip, bar, shift, bits, local);
         }
         if (threadIdx.x < digits) __stcg(by_block + threadIdx.x * blocks + block, own);
         wait_for_all(arrived, ++phase * blocks);
@@ -180,13 +188,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) sort_rows(
         const u32 total = threadIdx.x < digits ? __ldcg(totals + threadIdx.x) : 0u;
         const u32 lower = sum_before(total, of_warps);
         if (threadIdx.x < digits) base[threadIdx.x] = lower + __ldcg(by_block + threadIdx.x * blocks + block);
+        if (threadIdx.x == digits - 1) of_all = lower + total;
         u32* const next_keys = work + (size_t)which * 2 * n;
         u32* const next_places = next_keys + n;
         const u32 back = shift + digit_bits >= total_bits ? sign : 0u, mask = digits - 1;
         for (u32 start = begin; start < end; start += TILE) {
             const u32 mine = warp * (32 * ITEMS) + lane;
             if (part > TILE) {  // of a single tile everything is still there
-                rank_tile(keys, start, end, flip, shift, bits, counts, key, rank);
+                rank_tile(keys, start, end, flip, bar, shift, bits, counts, key, rank);
                 if (threadIdx.x < digits) own = sum_warps(counts);
             }
             __syncthreads();
@@ -196,11 +205,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) sort_rows(
                 local[threadIdx.x] = before;
                 base[threadIdx.x] -= before;
             }
+            if (threadIdx.x == digits - 1) of_tile = before + own;
             __syncthreads();
             #pragma unroll
             for (int i = 0; i < ITEMS; i++) {
                 const u32 from = start + mine + i * 32;
-                if (from < end) {
+                if (from < end && counts_in(key[i], bar)) {
                     const u32 digit = (key[i] >> shift) & mask, to = local[digit] + counts[warp][digit] + rank[i];
                     tile_keys[to] = key[i];
                     tile_places[to] = places ? __ldcg(places + from) : from;
@@ -210,7 +220,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) sort_rows(
             #pragma unroll
             for (int i = 0; i < ITEMS; i++) {
                 const u32 from = i * THREADS + threadIdx.x;
-                if (start + from < end) {
+                if (from < of_tile) {
                     const u32 one = tile_keys[from], to = base[(one >> shift) & mask] + from;
                     __stcg(next_keys + to, one ^ back);
                     __stcg(next_places + to, tile_places[from]);
@@ -219,20 +229,36 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) sort_rows(
             __syncthreads();
             if (threadIdx.x < digits) base[threadIdx.x] += before + own;
         }
+        if (bar) {
+            __syncthreads();
+            count = of_all;
+            part = ((count + blocks - 1) / blocks + 31) / 32 * 32;
+            begin = min(block * part, count);
+            end = min(begin + part, count);
+        }
         keys = next_keys;
         places = next_places;
         if (shift + digit_bits < total_bits) wait_for_all(arrived, ++phase * blocks);
+    }
+    u32* const left_out = work + (size_t)(which ^ 1) * 2 * n;
+    for (u32 i = count + block * THREADS + threadIdx.x; i < n; i += blocks * THREADS) {
+        __stcg(left_out + i, limit);
+        __stcg(left_out + n + i, 0u);
     }
 }
 """
 
 
-def sort_rows(rows: Tensor, bound: int | None, *, beside: bool = False, spare: int = 0) -> tuple[Tensor, Tensor]:
+def sort_rows(
+    rows: Tensor, bound: int | None, *, skipped: int = 0, beside: bool = False, spare: int = 0
+) -> tuple[Tensor, Tensor]:
     """Sort rows; equal ones in their original order.
 
     Args:
         rows: (N,), int32 or int64.
         bound: of rows that are all 0 <= row < bound; None where that is not known.
+        skipped: this many rows below the bound come last, in any order, and may be given as the first of them, from
+            place 0.
         beside: leave half of each multiprocessor to kernels that run at the same time; takes a fourth longer alone.
         spare: multiprocessors to leave to a kernel that holds them for long.
 
@@ -247,7 +273,8 @@ def sort_rows(rows: Tensor, bound: int | None, *, beside: bool = False, spare: i
         found, order = torch.sort(rows, stable=True)
         return found, order
     count, device = len(rows), rows.device
-    bits = 32 if bound is None else max(1, (bound - 1).bit_length())
+    limit = 0 if bound is None or not skipped else bound - skipped
+    bits = 32 if bound is None else max(1, ((limit or bound) - 1).bit_length())
     threads = _THREADS // 2 if beside else _THREADS
     blocks, items, part = sort_shape(count, max(1, multiprocessors(device) - spare), threads)
     passes = ceil_div(bits, _DIGIT_BITS)
@@ -257,7 +284,7 @@ def sort_rows(rows: Tensor, bound: int | None, *, beside: bool = False, spare: i
     sums[:_COUNTERS].zero_()
     sign = _SIGN if bound is None else 0
     pointers = [ctypes.c_void_p(one.data_ptr()) for one in (rows, work, sums)]
-    numbers = [ctypes.c_int(one) for one in (count, bits, digit_bits, sign, part)]
+    numbers = [ctypes.c_int(one) for one in (count, bits, digit_bits, sign, part, limit)]
     shared = _shared_bytes(threads, items, digit_bits)
     _kernel(threads, items, digit_bits, device).launch_together(blocks, threads, [*pointers, *numbers], shared)
     start = 2 * count * ((passes - 1) & 1)
