@@ -3,6 +3,7 @@
 Each function runs in every process; a GPU for each.
 """
 
+import gc
 import sys
 from pathlib import Path
 
@@ -15,7 +16,9 @@ from group_model import settings
 sys.path.insert(0, str(Path(__file__).parents[1] / "parallel"))
 import processes
 
+import viviane as vv
 from viviane.batch import Batch
+from viviane.config import AdaGrad
 from viviane.core.errors import ConfigError, KeyRangeError, NumericsError, ProcessError
 from viviane.parallel import Group
 
@@ -154,6 +157,60 @@ def _train(trainer, batches):
         trainer.train_step(batch)
 
 
+def fused_layers(group):
+    """Layers that tell of their gradients early, tables of every sharding, and vectors pooled over rows of others."""
+    rows, hotness = [4000, 3000, 50, 70, 900], [40, 7, 1, 3, 1]
+    plan = {"c0": "row", "c1": "column", "c2": "replicated", "c3": "replicated", "c4": "table"}
+    kinds = [{"kind": "multi_hot", "hotness": hot} if hot > 1 else {} for hot in hotness]
+    columns = [{"name": f"c{i}", "num_ids": one, **kinds[i]} for i, one in enumerate(rows)]
+    dense = [{"name": f"x{i}"} for i in range(13)]
+    schema = vv.Schema(labels=[{"name": "y"}], dense=dense, categorical=columns)
+    share, rng, batches = 256, np.random.default_rng(group.rank), []
+    for _ in range(4):
+        given = {f"x{i}": rng.normal(size=share).astype(np.float32) for i in range(13)}
+        given["y"] = rng.integers(0, 2, share).astype(np.float32)
+        for i, (one, hot) in enumerate(zip(rows, hotness, strict=True)):
+            ids = rng.integers(0, one, share * hot)
+            given[f"c{i}"] = ids if hot == 1 else list(ids.reshape(share, hot))
+        batches.append(Batch.from_columns(schema, given))
+    found = []
+    for wire in ("bfloat16", "float32"):
+        for changes in ({"cuda_graph": True, "peer_memory": True}, {"cuda_graph": False}, {"peer_memory": False}):
+            solver = {"batch_size": share * group.size, "lr": 0.01, "device": "cuda", "precision": "bf16", "seed": 3}
+            wires = {"wire_dtype": wire, "dense_wire_dtype": wire}
+            model = vv.Model(vv.Solver.from_dict({**solver, **wires, "plan": plan, **changes}), schema)
+            model.add(vv.Input(label="label", dense="dense", sparse="cats"))
+            model.add(vv.DenseLayer("bottom", "MLP", bottom="dense", num_outputs=[64, 32]))
+            model.add(vv.SparseEmbedding("emb", bottom="cats", dim=32))
+            model.add(vv.DenseLayer("flat", "Reshape", bottom="emb", shape=[-1]))
+            model.add(vv.DenseLayer("x0", "Concat", bottom=["bottom", "flat"]))
+            model.add(vv.DenseLayer("cross", "MultiCross", bottom="x0", num_layers=3, projection_dim=64))
+            top = {"num_outputs": [4096, 1024, 1], "activations": ["relu", "relu", "none"]}
+            model.add(vv.DenseLayer("top", "MLP", bottom="cross", **top))
+            model.add(vv.DenseLayer("loss", "BinaryCrossEntropyLoss", bottom=["top", "label"]))
+            model.compile(optimizer=AdaGrad(), embedding_optimizer=AdaGrad())
+            trainer = model.trainer
+            trainer.fix_sizes(share * group.size)
+            losses = [float(trainer.train_step(batches[i % 4])) for i in range(12)]
+            trainer.settle()
+            step = trainer.stepper
+            assert len([one for one in step.exchange.buckets if one.parameters]) > 3
+            assert len(step.exchange._proven) >= 3 * 2 + 2  # the cross layers' matrices, and the large ones of the top
+            weights = {name: one.detach().clone() for name, one in step.parameters.items()}
+            for emb in step.collections.values():
+                weights |= {f"table {name}": emb.export_table(name).weight.cpu() for name in emb.tables}
+            found.append((losses, weights, trainer.cuda_graph))
+            del model, trainer, step, emb
+            gc.collect()
+        graph, eager, over_nccl = found[-3:]
+        assert graph[2].startswith("replayed"), graph[2]
+        assert eager[2].startswith("eager"), eager[2]
+        for other in (eager, over_nccl):
+            assert graph[0] == other[0]
+            differ = [name for name, one in graph[1].items() if not torch.equal(one, other[1][name])]
+            assert not differ, (wire, differ)
+
+
 def what_prevents_it(folder):
     group = Group.world()
     free = fixed.fit(folder, group, "unsaid", on_gpu(epochs=1))
@@ -166,6 +223,7 @@ def what_prevents_it(folder):
 
 
 def everything(folder, run):
+    fused_layers(Group.world())
     recorded_equals_eager(folder)
     bad_batches(folder)
     overflows_are_those_of_all(folder)

@@ -328,6 +328,7 @@ class DenseExchange:
             bucket.wait = None
         for i, bucket in enumerate(self.buckets):
             bucket.set_gradients(self._presence(i, bucket))
+        self._told.clear()  # or gradients of the step would stay in memory
         return self.received[0].clone(), self._finite
 
     @property
