@@ -143,3 +143,25 @@ def test_a_process_is_killed_while_it_publishes(bucket: str, use: Callable[[Stor
     write_dataset(url, SCHEMA, [rows(70_000)], overwrite=True)
     assert first_x(url) == 70_000
     assert len(versions(url)) == 2
+
+
+def test_a_folder_is_published_behind_the_end_of_the_main_thread(bucket: str, tmp_path: Path) -> None:
+    """As a checkpoint may be that is written in the background."""
+    for number in range(10):
+        (tmp_path / str(number)).write_text("x" * number)
+    program = """
+import sys, threading
+from pathlib import Path
+from viviane.core.locations import location
+from viviane.core.remote.published import upload_folder
+target, ended = location(sys.argv[2]), threading.Event()
+def save():
+    ended.wait()
+    upload_folder(Path(sys.argv[1]), target)
+threading.Thread(target=save).start()
+threading._register_atexit(ended.set)  # called when pools have ceased to take work
+"""
+    url = f"s3://{bucket}/late"
+    subprocess.run([sys.executable, "-c", program, str(tmp_path), url], check=True, timeout=60)
+    found = published.published_place(location(url))
+    assert {path.name: len(path.read_bytes()) for path in found.iterdir()} == {str(n): n for n in range(10)}

@@ -14,7 +14,6 @@ import secrets
 import shutil
 import stat
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import lru_cache
@@ -23,6 +22,7 @@ from typing import Any, Final
 
 from viviane.core.errors import ConfigError
 from viviane.core.locks import hidden_name, is_held, locked, real_place
+from viviane.core.threads import map_at_once
 
 _EXCHANGE: Final = 2  # RENAME_EXCHANGE of Linux's renameat2 and RENAME_SWAP of macOS's renameatx_np
 _HERE: Final = {"linux": -100, "darwin": -2}  # AT_FDCWD
@@ -43,26 +43,7 @@ def sync_folder(folder: Path) -> None:
 
 def sync_tree(path: Path) -> None:
     """Flush a file, or all files and folders of a folder, several at once: the file system writes them together."""
-    found = [path, *(path.rglob("*") if path.is_dir() else ())]
-    left = iter(found)  # its steps are atomic: each path goes to one thread
-    problems: list[BaseException] = []
-
-    def work() -> None:
-        try:
-            for one in left:
-                _sync(one)
-        except BaseException as problem:
-            problems.append(problem)
-
-    # No pool: those take no work once the main thread has ended, and a checkpoint may be written behind it.
-    threads = [threading.Thread(target=work) for _ in range(min(_SYNCED_AT_ONCE, len(found)) - 1)]
-    for thread in threads:
-        thread.start()
-    work()
-    for thread in threads:
-        thread.join()
-    if problems:
-        raise problems[0]
+    map_at_once(_sync, [path, *(path.rglob("*") if path.is_dir() else ())], _SYNCED_AT_ONCE)
 
 
 def _sync(path: Path) -> None:

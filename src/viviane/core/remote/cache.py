@@ -18,7 +18,6 @@ import sys
 import tempfile
 import threading
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any, Final
 
@@ -30,6 +29,7 @@ from viviane.core.locations import RemotePath, location
 from viviane.core.logging import get_logger
 from viviane.core.remote.published import PublishedFile, find_published
 from viviane.core.remote.retry import bounded_number
+from viviane.core.threads import map_at_once
 
 CACHE_VARIABLE: Final = "VIVIANE_CACHE"
 LIMIT_VARIABLE: Final = "VIVIANE_CACHE_GB"
@@ -131,14 +131,14 @@ def _download(remote: RemotePath, place: RemotePath, files: Mapping[str, Publish
     need = sum(entry.bytes for entry in files.values())
     _log.info("copying %s, %d bytes, to %s", remote, need, target)
     try:
-        with replace_folder(target) as work, ThreadPoolExecutor(_THREADS, thread_name_prefix="viviane-fetch") as pool:
+        with replace_folder(target) as work:
             for name in filter(None, files):  # keys of a store may be any text
                 check_file_name(name, where=str(place), error=RemoteError)
 
             def fetch(name: str) -> None:
                 _fetch_file(place / name if name else place, files[name], work / (name or remote.name))
 
-            list(pool.map(fetch, files))
+            map_at_once(fetch, files, _THREADS)
     except OSError as error:
         free = shutil.disk_usage(target.parent).free
         full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

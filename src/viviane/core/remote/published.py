@@ -15,7 +15,6 @@ import secrets
 import tempfile
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +27,7 @@ from viviane.core.json_files import json_object, parse_json
 from viviane.core.locations import AnyPath, RemotePath, location
 from viviane.core.remote.retry import retried
 from viviane.core.remote.systems import rename_over
+from viviane.core.threads import map_at_once
 
 PUBLISHED_FILE: Final = "published.json"
 VERSIONS: Final = "versions"
@@ -190,10 +190,8 @@ def upload_folder(source: Path, target: RemotePath) -> Published:
     place = target / version
     names = sorted(file.relative_to(source).as_posix() for file in source.rglob("*") if file.is_file())
     try:
-        with ThreadPoolExecutor(_THREADS, thread_name_prefix="viviane-upload") as pool:
-            entries = dict(
-                zip(names, pool.map(lambda name: upload_file(source / name, place / name), names), strict=True)
-            )
+        sent = map_at_once(lambda name: upload_file(source / name, place / name), names, _THREADS)
+        entries = dict(zip(names, sent, strict=True))
         published = Published(target, version, entries)
         published.compare()
     except BaseException:
