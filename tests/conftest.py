@@ -56,6 +56,11 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+def pytest_unconfigure() -> None:
+    """Set the collector back, or Triton's bindings report what was kept as leaks, a page for each process."""
+    gc.unfreeze()
+
+
 @pytest.fixture(scope="session")
 def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Warm]:
     """Runs Python programs as subprocess.run does, without the seconds that imports take."""
