@@ -142,29 +142,61 @@ class Instances:
             self._free.put(instance)
 
     def _programs(self, model: LoadedModel, settings: SessionSettings, count: int) -> list[Instance]:
-        """Make instances that run programs, or none: then `execution` has the reason."""
+        """Make instances that run programs, or none: then `execution` has the reason.
+
+        Raises:
+            ConfigError: layers in 8 bits, which only programs have.
+        """
+        rounds = settings.layer_dtype == "int8"
+        if rounds:
+            self._check_int8(model)
         if model.device.type != "cpu":
             return []
         layout = Layout.of(model.schema)
         why = "dense layers are not in fp32" if self.precision.name != "fp32" else prevented(model.module, layout)
         if why is None:
-            wide = any(column.dtype == "int64" for column in model.schema.one_hot)
-            id_dtype = torch.int64 if wide else torch.int32
-            found, packed = [], Packed()
-            for number in range(count):
-                module = cast(GraphModule, model.module if number == 0 else model.replica())
-                forward = Forward(module, model.objective, self.precision, model.device)
-                programs = [Program(module, layout, id_dtype, forward, packed)]
-                if not programs[0].calls_torch:
-                    more = settings.num_threads - 1
-                    programs += [Program(module, layout, id_dtype, forward, packed) for _ in range(more)]
-                found.append(ProgramInstance(forward, programs, settings.num_threads))
+            found = self._program_instances(model, layout, settings, count, rounds)
+            if rounds:
+                self.execution = "program, layers of 8 bits"
+                return [*found]
             if all(found[0].agrees(random_batch(model.schema, size)) for size in _COMPARED):
                 self.execution = "program"
                 return [*found]
             why = "this build of torch rounds otherwise"
         self.execution = f"eager: {why}"
         return []
+
+    def _check_int8(self, model: LoadedModel) -> None:
+        what, fix = "layers cannot be computed in 8 bits", 'set layer_dtype="model"'
+        if model.device.type != "cpu":
+            raise ConfigError(
+                what,
+                value=model.device,
+                allowed="a CPU",
+                fix=f'set precision="bf16", which is faster on a GPU, or {fix}',
+            )
+        from viviane.ops.linear.cpu_int8 import reason_against_int8
+
+        if self.precision.name != "fp32":
+            raise ConfigError(what, value=f"precision {self.precision.name!r}", allowed="fp32", fix=f"set it, or {fix}")
+        why = prevented(model.module, Layout.of(model.schema)) or reason_against_int8()
+        if why is not None:
+            raise ConfigError(what, value=why, fix=fix)
+
+    def _program_instances(
+        self, model: LoadedModel, layout: Layout, settings: SessionSettings, count: int, rounds: bool
+    ) -> list[ProgramInstance]:
+        wide = any(column.dtype == "int64" for column in model.schema.one_hot)
+        id_dtype = torch.int64 if wide else torch.int32
+        found, packed = [], Packed()
+        for number in range(count):
+            module = cast(GraphModule, model.module if number == 0 else model.replica())
+            forward = Forward(module, model.objective, self.precision, model.device)
+            programs = [Program(module, layout, id_dtype, forward, packed, rounds_layers=rounds)]
+            more = 0 if programs[0].calls_torch else settings.num_threads - 1
+            programs += [Program(module, layout, id_dtype, forward, packed, rounds_layers=rounds) for _ in range(more)]
+            found.append(ProgramInstance(forward, programs, settings.num_threads))
+        return found
 
     def _make(self, model: LoadedModel, settings: SessionSettings, count: int, graphs: bool) -> Iterator[Instance]:
         if graphs:

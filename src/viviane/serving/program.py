@@ -34,7 +34,7 @@ from viviane.serving.forward import Forward
 from viviane.serving.program_steps import Packed, Steps
 
 
-@dataclass
+@dataclass(eq=False)  # one tensor, one place: their numbers are not compared
 class Place:
     """Where a tensor of W numbers a row is: columns of a buffer, or the batch's own dense numbers (buffer None)."""
 
@@ -81,12 +81,14 @@ class Program:
         forward: what makes predictions of logits, where that is not one sigmoid.
         packed: packed weights, which the programs of one model share.
         capacity: C to begin with; it grows with the batches.
+        rounds_layers: whether large layers are computed in 8 bits.
     """
 
     def __init__(
         self, module: GraphModule, layout: Layout, id_dtype: torch.dtype, forward: Forward, packed: Packed,
-        capacity: int = 64,
+        capacity: int = 64, *, rounds_layers: bool = False,
     ) -> None:  # fmt: skip
+        self._rounds_layers = rounds_layers
         self._structure, self._layout, self._id_dtype = module.structure, layout, id_dtype
         self._forward, self._packed = forward, packed
         self._build(capacity)
@@ -94,7 +96,8 @@ class Program:
     def _build(self, capacity: int) -> None:
         self._capacity = capacity
         shift = self._forward.sigmoid_shift
-        plan = _Planner(self._structure, self._layout, Steps(capacity, self._id_dtype, self._packed), capacity, shift)
+        steps = Steps(capacity, self._id_dtype, self._packed, rounds_layers=self._rounds_layers)
+        plan = _Planner(self._structure, self._layout, steps, capacity, shift)
         self._segments, self._places, self._steps = plan.segments, plan.places, plan.steps
         places = [plan.places[slot] for slot in self._structure.outputs]
         self._outputs = [place.view(capacity, (place.width,)) for place in places]

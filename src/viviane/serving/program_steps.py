@@ -19,7 +19,7 @@ _ROOM: Final = 16
 _MOST_STEPS: Final = 512
 _NEVER: Final = 2**63 - 1
 
-Packed: TypeAlias = dict[tuple[int, torch.Size], tuple[Tensor, Tensor]]
+Packed: TypeAlias = dict[tuple[int, torch.Size], tuple[Tensor, Any]]
 """Weights, which stay alive, and what `viviane.ops.linear` packs them into."""
 
 
@@ -30,14 +30,15 @@ class Steps:
         capacity: most rows of a batch.
         id_dtype: of the ids of batches.
         packed: weights as products read them, by the address of the weight; programs of one model share them.
+        rounds_layers: whether large layers are computed in 8 bits.
     """
 
-    def __init__(self, capacity: int, id_dtype: torch.dtype, packed: Packed) -> None:
+    def __init__(self, capacity: int, id_dtype: torch.dtype, packed: Packed, *, rounds_layers: bool = False) -> None:
         from viviane.ops.linear.cpu import ROWS
         from viviane.ops.programs.cpu import kernels_key, program_kernel
 
         self._capacity, self._id_dtype, self._key = capacity, id_dtype, kernels_key()
-        self._packed = packed
+        self._packed, self._rounds_layers = packed, rounds_layers
         self._calls = np.zeros((_MOST_STEPS, _ROOM), np.int64)
         self._table = np.zeros((_MOST_STEPS, 2), np.int64)
         self._first_wrong = np.zeros(_MOST_STEPS, np.int64)
@@ -108,20 +109,42 @@ class Steps:
         crossed: tuple[int, int] | None = None,
     ) -> None:  # fmt: skip
         """Add a fully connected layer, of the batch's dense numbers where x is None; `crossed`: x_0 and x_l."""
-        from viviane.ops.linear.cpu import linear_kernel, linear_operands, pack
-
-        place = weight.data_ptr(), weight.shape
-        if place not in self._packed:
-            self._packed[place] = weight, pack(weight)
-        packed, bias = self._packed[place][1], bias.detach().contiguous()
-        self.keep(packed, bias)
-        operands = linear_operands(
-            0, x or 0, stride, packed, bias, out, len(bias), relu, self._block, [*(crossed or (0, 0))]
-        )  # fmt: skip
-        first = self._add(linear_kernel(self._key), operands)
+        kernel, operands = self._product(x, stride, weight, bias, out, relu, [*(crossed or (0, 0))])
+        first = self._add(kernel, operands)
         self._blocks.append(first - _OPERANDS + 1)
         if x is None:
             self._dense.append(first + 1)
+
+    def _product(
+        self, x: int | None, stride: int, weight: Tensor, bias: Tensor, out: int, relu: bool, crossed: list[int]
+    ) -> tuple[Any, list[int]]:
+        """Return the kernel of a fully connected layer, and its operands."""
+        from viviane.ops.linear.cpu import linear_kernel, linear_operands, pack
+        from viviane.ops.linear.cpu_int8 import (
+            int8_kernel,
+            int8_operands,
+            is_worth_it,
+            pack_int8,
+            rounded_row_bytes,
+            with_biases,
+        )
+
+        rounds, place = self._rounds_layers and is_worth_it(weight), (weight.data_ptr(), weight.shape)
+        if place not in self._packed:
+            self._packed[place] = weight, pack_int8(weight) if rounds else pack(weight)
+        packed = self._packed[place][1]
+        if rounds:
+            packed = with_biases(packed, bias)
+            room = torch.empty(self._capacity * rounded_row_bytes(weight.shape[1]), dtype=torch.uint8)
+            self.keep(packed, room)
+            shape = (weight.shape[0], weight.shape[1])
+            return int8_kernel(self._key), int8_operands(
+                0, x or 0, stride, packed, out, len(bias), shape, relu, self._block, crossed, room.data_ptr()
+            )  # fmt: skip
+        bias = bias.detach().contiguous()
+        self.keep(packed, bias)
+        operands = linear_operands(0, x or 0, stride, packed, bias, out, len(bias), relu, self._block, crossed)
+        return linear_kernel(self._key), operands
 
     def add(self, a: int | None, a_stride: int, b: int | None, b_stride: int, out: int, width: int) -> None:
         """Add two tensors' rows; None stands for the batch's dense numbers."""

@@ -95,22 +95,23 @@ def _tile(typing, rows, panels, x, x_row, weight, panel, depth, start, start_row
 
 
 @intrinsic(prefer_literal=True)
-def _room(typing, size):
+def room(typing, size):
     """Return the address of a constant number of bytes on the stack, with any content."""
     if not isinstance(size, types.IntegerLiteral):
         return None
     count = size.literal_value
 
     def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        room = cgutils.alloca_once(builder, ir.IntType(8), size=ir.IntType(64)(count))
-        room.align = 64
-        return builder.ptrtoint(room, ir.IntType(64))
+        place = cgutils.alloca_once(builder, ir.IntType(8), size=ir.IntType(64)(count))
+        place.align = 64
+        return builder.ptrtoint(place, ir.IntType(64))
 
     return types.int64(size), build
 
 
 @njit(forceinline=True)
-def _copy_few(target, source, count):
+def copy_few(target, source, count):
+    """Copy `count` numbers from one address to another."""
     to, numbers = float32_at(target), float32_at(source)
     for j in range(count):
         to[j] = numbers[j]
@@ -118,7 +119,7 @@ def _copy_few(target, source, count):
 
 def _sweep(rows: int, panels: int) -> Any:
     """Return what computes all outputs of `groups` groups of rows."""
-    room = rows * PANEL_BYTES
+    size = rows * PANEL_BYTES
 
     @njit
     def sweep(groups, x, x_row, weight, panel, depth, start, start_row, out, out_row, n, least):
@@ -133,7 +134,7 @@ def _sweep(rows: int, panels: int) -> Any:
                     out + byte + r * out_row, out_row, least,
                 )  # fmt: skip
             p += panels
-        before, after = _room(room), _room(room)
+        before, after = room(size), room(size)
         while p * PANEL < n:
             w, byte, partial = weight + p * panel, p * PANEL_BYTES, p == whole
             for g in range(groups):
@@ -146,12 +147,12 @@ def _sweep(rows: int, panels: int) -> Any:
                 )
                 if partial:  # nothing is read or written behind the last output
                     for i in range(rows):
-                        _copy_few(before + i * PANEL_BYTES, source + i * source_row, rest)
+                        copy_few(before + i * PANEL_BYTES, source + i * source_row, rest)
                     source, source_row, target, target_row = before, PANEL_BYTES, after, PANEL_BYTES
                 _tile(rows, 1, x + r * x_row, x_row, w, panel, depth, source, source_row, target, target_row, least)
                 if partial:
                     for i in range(rows):
-                        _copy_few(out + byte + (r + i) * out_row, after + i * PANEL_BYTES, rest)
+                        copy_few(out + byte + (r + i) * out_row, after + i * PANEL_BYTES, rest)
             p += 1
 
     return sweep
