@@ -84,10 +84,10 @@ def test_the_command_writes_a_repository_that_holds_the_recommender(folder: Path
     assert '"item"' not in config  # it is the answer
     for output, kind in (("items", "INT64"), ("scores", "FP32"), ("values", "STRING")):
         assert f'  name: "{output}"\n  data_type: TYPE_{kind}\n  dims: [-1]\n}}' in config
-    assert "max_queue_size: 7" in config
     version = tmp_path / "r" / "shop" / "1"
     assert "from viviane.cli.triton_recommender import TritonPythonModel" in (version / "model.py").read_text()
     part = json.loads((version / "session.json").read_text())
+    assert part["max_queued"] == 7
     inside = ServedRecommender(version / part["path"], "cpu")  # whole, and apart from where it came from
     assert inside.recommend(ROWS, 5, keep_seen=False) == ServedRecommender(folder, "cpu").recommend(
         ROWS, 5, keep_seen=False

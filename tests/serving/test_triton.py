@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import grpc
 import numpy as np
@@ -17,6 +18,7 @@ from viviane.core.errors import ConfigError, MissingExtraError
 from viviane.serving import InferenceSession, ModelEntry, SessionSettings
 from viviane.serving.triton import TritonEnvironment, TritonServer, TritonSettings, write_repository
 from viviane.serving.triton.environment import environment_folder, install_triton
+from viviane.serving.triton.python_model import split_excess
 from viviane.serving.triton.repository import ModelPart, PythonModel
 
 CPU = SessionSettings(device="cpu")
@@ -29,7 +31,7 @@ def entry(models, name: str, **session) -> ModelEntry:
 
 def test_a_written_repository_holds_all_that_it_needs(models, tmp_path) -> None:
     entries = [entry(models, "deepfm"), entry(models, "deepfm", rows="encoded")]
-    settings = TritonSettings(max_batch_size=512, max_delay_ms=1.5, instances=2)
+    settings = TritonSettings(max_batch_size=512, max_delay_ms=1.5, instances=2, max_queued=9)
     assert write_repository(tmp_path / "repository", entries, settings) == ["deepfm", "deepfm_encoded"]
     folder = tmp_path / "repository" / "deepfm_encoded"
     config = (folder / "config.pbtxt").read_text()
@@ -37,10 +39,11 @@ def test_a_written_repository_holds_all_that_it_needs(models, tmp_path) -> None:
     assert '  name: "tags"\n  data_type: TYPE_INT32\n  dims: [-1]\n  allow_ragged_batch: true\n' in config
     assert '  name: "tags:lengths"\n  data_type: TYPE_INT32\n  dims: [1]\n  optional: true\n' in config
     assert "max_queue_delay_microseconds: 1500" in config
+    assert "queue_policy" not in config  # with one, requests wait for half a second now and then
     assert "  count: 2\n  kind: KIND_CPU\n" in config
     assert "zero_data: true" in config
     part = ModelPart.from_json_file(folder / "1" / "session.json")
-    assert (part.role, part.path, part.session.rows) == ("whole", "model", "encoded")
+    assert (part.role, part.path, part.session.rows, part.max_queued) == ("whole", "model", "encoded", 9)
     with InferenceSession(
         folder / "1" / part.path, device="cpu"
     ) as session:  # whole, and apart from where it came from
@@ -233,6 +236,40 @@ def test_triton_takes_encoded_rows_and_refuses_bad_ones(triton, models) -> None:
 def test_a_port_is_not_shared_with_triton(triton, tmp_path) -> None:
     with pytest.raises(ConfigError, match="cannot listen"):
         TritonServer(tmp_path, triton.settings)
+
+
+@pytest.mark.slow
+def test_many_clients_wait_for_no_missed_wake_up_and_excess_is_refused(models, tmp_path) -> None:
+    """With a queue policy every hundredth request waited 0.5 s, in Triton's batcher."""
+    from viviane.serving.load import LoadSettings, run_load
+
+    skip_without_triton()
+    for most, concurrency in ((0, 8), (4, 32)):
+        settings = TritonSettings(**free_ports(), log=str(tmp_path / "log.txt"), max_queued=most)
+        write_repository(tmp_path / f"repository{most}", [entry(models, "deepfm", rows="encoded")], settings)
+        with TritonServer(tmp_path / f"repository{most}", settings) as server:
+            [phase] = run_load(
+                LoadSettings(
+                    url=server.grpc_target, protocol="grpc", model="deepfm_encoded", concurrency=(concurrency,),
+                    rates=(), seconds=4,
+                )
+            ).phases  # fmt: skip
+        assert phase.answered > 200
+        refused = phase.errors.pop("UNAVAILABLE", 0)
+        assert (refused > 100) == bool(most), refused
+        assert not phase.errors
+        assert phase.answered + refused == phase.sent
+        assert phase.latency_ms["p99"] < 400
+
+
+def test_the_first_requests_that_wait_are_taken() -> None:
+    error = type("TritonError", (), {"UNAVAILABLE": 4, "__new__": lambda _, *words: words})
+    backend = SimpleNamespace(TritonError=error, InferenceResponse=lambda tensors, error: (tensors, error))
+    for most, taken in ((0, 5), (5, 5), (3, 3), (1, 1)):
+        first, refused = split_excess(backend, range(5), most)
+        assert list(first) == list(range(taken))
+        assert len(refused) == 5 - taken
+        assert all(words[1] == 4 and "max_queued" in words[0] for _, words in refused)
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ from viviane.core.json_files import parse_json
 from viviane.serving.server.recommending import RecommendRequest
 from viviane.serving.server.tensors import BYTES, TensorSpec, columns_of_tensors, input_specs
 from viviane.serving.triton import PythonModel
-from viviane.serving.triton.python_model import failure, tensors_of_request
+from viviane.serving.triton.python_model import failure, split_excess, tensors_of_request
 from viviane.serving.triton.repository import SESSION_FILE, FolderPart
 
 _MODULE: Final = "viviane.cli.triton_recommender"
@@ -46,13 +46,15 @@ class TritonPythonModel:
         folder = Path(args["model_repository"]) / args["model_version"]
         part = FolderPart.from_json_file(folder / SESSION_FILE)
         device = "cpu" if args["model_instance_kind"] == "CPU" else f"cuda:{args['model_instance_device_id']}"
+        self._max_queued = part.max_queued
         self._recommender = ServedRecommender(folder / part.path, device)
         self._inputs = self._recommender.inputs
         self._max_rows = int(parse_json(args["model_config"], where="model_config of Triton")["max_batch_size"])
 
     def execute(self, requests: Sequence[Any]) -> list[Any]:
         """Answer requests; each is computed alone, and fails alone."""
-        return [self._answer(request) for request in requests]
+        taken, refused = split_excess(self._backend, requests, self._max_queued)
+        return [*(self._answer(request) for request in taken), *refused]
 
     def _answer(self, request: Any) -> Any:
         try:

@@ -54,6 +54,10 @@ class TritonPythonModel:
 
     def execute(self, requests: Sequence[Any]) -> list[Any]:
         """Answer requests that Triton gives together."""
+        taken, refused = split_excess(self._backend, requests, self._part.max_queued)
+        return [*self._answers(taken), *refused]
+
+    def _answers(self, requests: Sequence[Any]) -> list[Any]:
         responses: list[Any] = [None] * len(requests)
         rows: dict[int, tuple[Any, int]] = {}
         for place, request in enumerate(requests):
@@ -103,6 +107,20 @@ class TritonPythonModel:
         return self._backend.InferenceResponse(
             [self._backend.Tensor(name, np.ascontiguousarray(np.reshape(one, (-1, 1)))) for name, one in named.items()]
         )
+
+
+def split_excess(backend: Any, requests: Sequence[Any], most: int) -> tuple[Sequence[Any], list[Any]]:
+    """Return the first requests, which are taken, and a refusal for each later one; `most` 0: all are taken.
+
+    Triton gives all that wait together, in the order in which they came.
+    """
+    if not most or len(requests) <= most:
+        return requests, []
+    words = f"{len(requests)} requests wait, of which {most} are taken (max_queued): send it again later"
+    kinds = backend.TritonError
+    return requests[:most], [
+        backend.InferenceResponse([], kinds(words, kinds.UNAVAILABLE)) for _ in range(len(requests) - most)
+    ]
 
 
 def tensors_of_request(request: Any) -> list[Tensor]:

@@ -56,11 +56,13 @@ class ModelPart(Settings):
         role: "whole" predicts the rows that it is sent; "clean" turns raw rows into encoded ones; "score" predicts
             those.
         path: of the saved model; relative to the file.
+        max_queued: see `TritonSettings`.
     """
 
     role: Role = "whole"
     path: str
     session: SessionSettings = SessionSettings()
+    max_queued: int = 0
 
 
 @dataclass(frozen=True)
@@ -88,9 +90,11 @@ class FolderPart(Settings):
 
     Args:
         path: of what it loads; relative to the file.
+        max_queued: see `TritonSettings`.
     """
 
     path: str
+    max_queued: int = 0
 
 
 @dataclass(frozen=True)
@@ -210,7 +214,10 @@ def _write_model(
         if role == "score":
             session = session.model_copy(update={"rows": "encoded"})
         path = "model" if copy else str(source.absolute())
-        write_json_atomic(inner / SESSION_FILE, ModelPart(role=role, path=path, session=session).to_dict())
+        write_json_atomic(
+            inner / SESSION_FILE,
+            ModelPart(role=role, path=path, session=session, max_queued=settings.max_queued).to_dict(),
+        )
     inputs = tensors.encoded if role == "score" else tensors.inputs
     outputs = _cleaned_specs(tensors) if role == "clean" else output_specs(tensors.outputs)
     config = _config_of(name, input_specs(inputs), outputs, list(versions), entry.session.device, settings)
@@ -226,7 +233,7 @@ def _write_other(work: Path, model: PythonModel, settings: TritonSettings, copy:
     if copy:
         shutil.copytree(model.source, inner / "model")
     path = "model" if copy else str(model.source.absolute())
-    write_json_atomic(inner / SESSION_FILE, FolderPart(path=path).to_dict())
+    write_json_atomic(inner / SESSION_FILE, FolderPart(path=path, max_queued=settings.max_queued).to_dict())
     config = _config_of(model.name, model.inputs, model.outputs, [1], model.device, settings)
     (work / model.name / CONFIG_FILE).write_text(text_of(config), encoding="utf-8")
 
@@ -243,10 +250,8 @@ def _config_of(
         "output": [_tensor(one, given=False) for one in outputs],
         "version_policy": {"specific": {"versions": versions}},
         "instance_group": [{"count": settings.instances, "kind": Word(_kind(device))}],
-        "dynamic_batching": {
-            "max_queue_delay_microseconds": int(settings.max_delay_ms * 1000),
-            "default_queue_policy": {"max_queue_size": settings.max_queued},
-        },
+        # No default_queue_policy: with one, Triton's batcher misses wake-ups, and requests wait for half a second.
+        "dynamic_batching": {"max_queue_delay_microseconds": int(settings.max_delay_ms * 1000)},
     }
 
 

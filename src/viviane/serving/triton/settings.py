@@ -16,7 +16,8 @@ class TritonSettings(Settings):
         http_port, grpc_port, metrics_port: must be free.
         max_batch_size: rows of one request, and of requests that are predicted together.
         max_delay_ms: how long a request may wait for others; 0 takes those that wait already.
-        max_queued: requests that may wait for a model; more are refused with UNAVAILABLE. 0: any number.
+        max_queued: requests that a model takes at once of those that wait; the later ones are refused with UNAVAILABLE.
+            It sees up to `max_batch_size` rows of them, so that large requests wait without a limit. 0: any number.
         instances: processes of each model; each of them has a copy of the weights.
         ensemble: cleaning (the model's ETL) and prediction as two models behind an ensemble, instead of one model.
         allow_load: models can be loaded and unloaded over the network.
