@@ -194,7 +194,7 @@ def fused_layers(group):
             losses = [float(trainer.train_step(batches[i % 4])) for i in range(12)]
             trainer.settle()
             step = trainer.stepper
-            assert len([one for one in step.exchange.buckets if one.parameters]) > 3
+            assert len([one for one in step.exchange.buckets if one.parameters]) > 1
             assert len(step.exchange._proven) >= 3 * 2 + 2  # the cross layers' matrices, and the large ones of the top
             weights = {name: one.detach().clone() for name, one in step.parameters.items()}
             for emb in step.collections.values():

@@ -14,6 +14,7 @@ from viviane.ops import mlp as layers
 from viviane.ops.cross_layers.reference import cross_layers as plain_cross
 from viviane.ops.dispatch import use_implementation
 from viviane.ops.dot_interaction.reference import dot_interaction as plain_dots
+from viviane.ops.finished_gradients import telling_of_gradients
 from viviane.ops.logistic_loss.reference import logistic_loss as plain_loss
 from viviane.ops.mlp.gpu import forward as activations_of
 from viviane.ops.mlp.reference import mlp as plain_mlp
@@ -192,6 +193,45 @@ def test_cross_layers(device, size, n, k, count, dtype):
         trained = split(cross.cross_layers, *tensors)
         with torch.no_grad():  # stores less, with the same bits
             assert torch.equal(split(cross.cross_layers, *tensors), trained)
+
+
+@pytest.mark.parametrize("kind", ["cross", "mlp"])
+def test_gradients_of_matrices_are_told_of_while_others_are_computed(device, kind):
+    """In the order in which they are finished, in the memory that autograd then takes over, before it takes any."""
+    matrices = [draw(device, *shape, dtype=torch.float32, seed=i, scale=0.2) for i, shape in enumerate([(48, 32)] * 3)]
+    if kind == "cross":
+        backs = [draw(device, 32, 48, dtype=torch.float32, seed=9 + i, scale=0.2) for i in range(3)]
+        finished = [one for pair in zip(reversed(matrices), reversed(backs), strict=True) for one in pair]
+    else:
+        matrices = [
+            draw(device, n, k, dtype=torch.float32, seed=n, scale=0.2) for n, k in ((32, 48), (64, 32), (1, 64))
+        ]
+        backs, finished = [], list(reversed(matrices))
+    matrices, backs, finished = (
+        [one.detach().requires_grad_() for one in ones] for ones in (matrices, backs, finished)
+    )
+    parameters = {one.data_ptr(): one for one in (*matrices, *backs)}
+    assert {one.data_ptr() for one in finished} == parameters.keys()
+    biases = [torch.zeros(len(one), device=device, requires_grad=True) for one in matrices]
+    x = draw(device, 40, 48, dtype=torch.float32, seed=3).requires_grad_()
+    told: list[tuple[int, torch.Tensor, int]] = []
+
+    def hear(parameter, gradient):
+        assert all(one.grad is None for one in parameters.values())
+        told.append((parameter.data_ptr(), gradient, gradient._version))
+
+    with use_implementation("auto" if device.type == "cuda" else "gpu"):
+        if kind == "cross":
+            out = cross.cross_layers(x, backs, matrices, biases)
+        else:
+            out = layers.mlp(x, matrices, biases, [True, True, False])
+        with telling_of_gradients(x.device, hear):
+            out.square().sum().backward()
+    assert [pointer for pointer, *_ in told] == [one.data_ptr() for one in finished]
+    for pointer, gradient, version in told:
+        found = parameters[pointer].grad
+        assert torch.equal(found, gradient)
+        assert (found.data_ptr(), gradient._version) == (gradient.data_ptr(), version)
 
 
 @pytest.mark.parametrize("dtype", TYPES[:2], ids=str)
