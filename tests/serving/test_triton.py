@@ -39,7 +39,6 @@ def test_a_written_repository_holds_all_that_it_needs(models, tmp_path) -> None:
     assert '  name: "tags"\n  data_type: TYPE_INT32\n  dims: [-1]\n  allow_ragged_batch: true\n' in config
     assert '  name: "tags:lengths"\n  data_type: TYPE_INT32\n  dims: [1]\n  optional: true\n' in config
     assert "max_queue_delay_microseconds: 1500" in config
-    assert "preferred_batch_size: [18]" in config
     assert "queue_policy" not in config  # with one, requests wait for half a second now and then
     assert "  count: 2\n  kind: KIND_CPU\n" in config
     assert "zero_data: true" in config

@@ -250,20 +250,9 @@ def _config_of(
         "output": [_tensor(one, given=False) for one in outputs],
         "version_policy": {"specific": {"versions": versions}},
         "instance_group": [{"count": settings.instances, "kind": Word(_kind(device))}],
-        "dynamic_batching": _batching(settings),
+        # No default_queue_policy: with one, Triton's batcher misses wake-ups, and requests wait for half a second.
+        "dynamic_batching": {"max_queue_delay_microseconds": int(settings.max_delay_ms * 1000)},
     }
-
-
-def _batching(settings: TritonSettings) -> dict[str, Any]:
-    """Return how Triton batches.
-
-    Without a `default_queue_policy`: with one its batcher misses wake-ups, and requests wait for half a second. Of
-    twice as many as a model takes it refuses half: of more, refusals would take the time of answers.
-    """
-    found: dict[str, Any] = {"max_queue_delay_microseconds": int(settings.max_delay_ms * 1000)}
-    if settings.max_queued:
-        found["preferred_batch_size"] = [min(2 * settings.max_queued, settings.max_batch_size)]
-    return found
 
 
 def _write_ensemble(

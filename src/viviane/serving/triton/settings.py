@@ -17,8 +17,7 @@ class TritonSettings(Settings):
         max_batch_size: rows of one request, and of requests that are predicted together.
         max_delay_ms: how long a request may wait for others; 0 takes those that wait already.
         max_queued: requests that a model takes at once of those that wait; the later ones are refused with UNAVAILABLE.
-            It sees twice as many rows of them, and the rest waits without a limit: large requests, and all that come
-            faster than a model can refuse them. 0: any number.
+            It sees up to `max_batch_size` rows of them, so that large requests wait without a limit. 0: any number.
         instances: processes of each model; each of them has a copy of the weights.
         ensemble: cleaning (the model's ETL) and prediction as two models behind an ensemble, instead of one model.
         allow_load: models can be loaded and unloaded over the network.
