@@ -161,7 +161,7 @@ class Planner:
         given: dict[str, Kind] = {name: self.kinds.get(name) or self._first_kind(load) for name, load in free.items()}
         kinds: dict[str, Sharding] = {name: (kind, int(kind == "table")) for name, kind in given.items()}
         first = self._place(kinds)
-        found = [self._descend(kinds, first)]
+        found = [first]
         if not _is_good(first):
             moves = self._moves(kinds, first)
             # The first table is the one that counts most: what is best for it alone may leave less for the others.
