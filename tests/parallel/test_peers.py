@@ -24,7 +24,6 @@ from viviane.parallel import (
     ShardingPlan,
     TablePlan,
     flat_sums,
-    replicas,
     static_exchange,
 )
 from viviane.parallel.peers import ineligible_reason, open_peer_memory
@@ -68,7 +67,7 @@ def mapped(folder):
         return open_mapped
 
     static_exchange.open_peer_memory, flat_sums.open_peer_memory = opens(made, "memory"), opens(sums, "sums")
-    flat_sums.ineligible_reason = replicas.ineligible_reason = lambda group, device: None
+    flat_sums.ineligible_reason = lambda group, device: None
     return made
 
 

@@ -53,15 +53,14 @@ class FlatSums:
         name: str = "dense sums",
     ) -> None:
         self._group, self._device, self._name = group, device, name
-        reachable = ineligible_reason(group, device) is None
-        self._is_ordered = reachable and group.size > 2
+        self._is_ordered = sums_in_order(group, device)
         self._memory: SymmetricMemory | None = None
         parts = [part_size(count, group.size) for count, _ in sizes]
         begins, total = [], 0
         for part, (_, dtype) in zip(parts, sizes, strict=True):
             begins.append(total)
             total += rounded(group.size * part * dtype.itemsize)
-        if reachable and uses_peers:
+        if uses_peers:
             self._memory, _ = open_peer_memory(max(UNIT, total), group, device)
         self._flats = [
             self._flat(begin, part, count, dtype)
@@ -111,6 +110,16 @@ class FlatSums:
             sum_pieces(memory.base(flat.tensor.dtype), flat.starts, first, first + flat.part)
             memory.barrier(_SUMMED)
         return join
+
+
+def sums_in_order(group: Group, device: torch.device) -> bool:
+    """Whether sums that do not go through peer memory use `start_ordered_sum`. Collective.
+
+    Example:
+        >>> sums_in_order(Group(), torch.device("cpu"))
+        False
+    """
+    return ineligible_reason(group, device) is None and group.size > 2
 
 
 def start_ordered_sum(group: Group, whole: Tensor, *, beside: bool) -> Callable[[], None]:

@@ -20,9 +20,8 @@ from viviane.embedding.lookup import entries_of, flat_rows, hand_over
 from viviane.embedding.table_storage import RowGradients, StorageLookup
 from viviane.ops.row_update import Entries, Scratch, prepare_rows, update_rows
 from viviane.ops.rules import rule_of
-from viviane.parallel.flat_sums import FlatSums, part_size, start_ordered_sum
+from viviane.parallel.flat_sums import FlatSums, part_size, start_ordered_sum, sums_in_order
 from viviane.parallel.group import Group
-from viviane.parallel.peers import ineligible_reason
 
 _ZERO_ROWS = 2  # see viviane.ops.key_rows
 
@@ -98,7 +97,7 @@ class ReplicaSum:
         self._sources = self._every.to(kind) * storage.dim
         self._rests = all(ignores_zero_gradients(one.optimizer) for one in storage.rule_ranges)
         self._size = storage.null_row * storage.dim + (0 if self._rests else storage.null_row + _ZERO_ROWS)
-        self._is_ordered = group.size > 2 and ineligible_reason(group, storage.weight.device) is None
+        self._is_ordered = sums_in_order(group, storage.weight.device)
         self._peers: FlatSums | None = None
 
     def open_peers(self) -> None:
