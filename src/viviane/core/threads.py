@@ -1,4 +1,4 @@
-"""Work on several items at once that also goes on once the main thread has ended."""
+"""Calls of a function for several items in threads, also after the main thread has ended."""
 
 from __future__ import annotations
 

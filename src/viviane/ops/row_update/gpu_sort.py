@@ -11,8 +11,8 @@ a pass, so that nothing is launched again:
                puts its own in order in shared memory, since single rows cost eight times what neighbours do
 
 Equal rows keep their order, and nothing depends on which block or warp comes first: the result is torch's stable sort.
-Rows that no update takes are left out of the first pass, and the others are shared out anew: of a table that is sharded
-by rows over four GPUs, three of four are such rows.
+The first pass drops rows that are never updated, and divides the rest evenly among the blocks for the next passes. In a
+table that is sharded by rows over four GPUs, three of four ids are such rows.
 """
 
 from __future__ import annotations

@@ -298,9 +298,8 @@ class DenseExchange:
             bucket.wait = self._start_sum(number, through_peers=False)
             return
         device = bucket.flat.device
-        with branch(
-            device, "buckets", list(bucket.gradients().values()), priority=URGENT
-        ):  # the casts overlap backward
+        gradients = list(bucket.gradients().values())
+        with branch(device, "buckets", gradients, priority=URGENT):  # the casts overlap backward
             bucket.complete()
             bucket.wait = self._start_sum(number, through_peers=True)
         if bucket.numbers.numel():
