@@ -13,9 +13,9 @@ import torch
 from numba import float32
 from torch import Tensor
 
-from viviane.ops.linear.cpu_tiles import PANEL, PANEL_BYTES, multiply, multiply_narrow
+from viviane.ops.linear.cpu_tiles import PANEL, PANEL_BYTES, cross_rows, multiply, multiply_narrow
 from viviane.ops.native.kernels import OPERANDS, Kernel, kernel, num_threads, sources
-from viviane.ops.native.memory import float32_at, take_ticket
+from viviane.ops.native.memory import take_ticket
 
 ROWS: Final = 96
 """Rows of a block: with `_DEPTH` inputs they stay in the second cache."""
@@ -107,12 +107,8 @@ def linear_kernel(key: str) -> Kernel:
                         start, start_row, out, out_row, n, least,
                     )  # fmt: skip
             if first_layer != 0:
-                for b in range(count):
-                    y = float32_at(out + b * out_row)
-                    x_0 = float32_at(first_layer + 4 * (first + b) * n)
-                    x_l = float32_at(last_layer + 4 * (first + b) * n)
-                    for j in range(n):
-                        y[j] = x_l[j] + x_0[j] * y[j]
+                at = 4 * first * n
+                cross_rows(count, out, out_row, first_layer + at, last_layer + at, n)
             block = take_ticket(call)
 
     return linear_rows

@@ -24,9 +24,9 @@ from torch import Tensor
 
 from viviane.core.errors import VivianeError
 from viviane.ops.linear.cpu_int8_tiles import GROUP_BYTES, HEAD, factor_type, multiply_rounded, round_row
-from viviane.ops.linear.cpu_tiles import PANEL
+from viviane.ops.linear.cpu_tiles import PANEL, cross_rows
 from viviane.ops.native.kernels import OPERANDS, Kernel, kernel
-from viviane.ops.native.memory import float32_at, take_ticket
+from viviane.ops.native.memory import take_ticket
 
 _LEAST: Final = 16
 """Inputs and outputs of the smallest layer that is worth it."""
@@ -127,12 +127,8 @@ def int8_kernel(key: str) -> Kernel:
                 out, out_row, n, lowest,
             )  # fmt: skip
             if first_layer != 0:
-                for b in range(count):
-                    y = float32_at(out + b * out_row)
-                    x_0 = float32_at(first_layer + 4 * (first + b) * n)
-                    x_l = float32_at(last_layer + 4 * (first + b) * n)
-                    for j in range(n):
-                        y[j] = x_l[j] + x_0[j] * y[j]
+                at = 4 * first * n
+                cross_rows(count, out, out_row, first_layer + at, last_layer + at, n)
             block = take_ticket(call)
 
     return linear_rows_int8

@@ -117,6 +117,16 @@ def copy_few(target, source, count):
         to[j] = numbers[j]
 
 
+@njit(forceinline=True)
+def cross_rows(count, out, out_row, first_layer, last_layer, n):
+    """Make cross layers' outputs x_l + x_0 * y of `count` rows y; x_0 and x_l are rows of n numbers."""
+    for b in range(count):
+        y = float32_at(out + b * out_row)
+        x_0, x_l = float32_at(first_layer + 4 * b * n), float32_at(last_layer + 4 * b * n)
+        for j in range(n):
+            y[j] = x_l[j] + x_0[j] * y[j]
+
+
 def _sweep(rows: int, panels: int) -> Any:
     """Return what computes all outputs of `groups` groups of rows."""
     size = rows * PANEL_BYTES
