@@ -20,15 +20,17 @@ def raw():
 
 @pytest.fixture(scope="session")
 def server(models):
-    """A server of three models: raw rows of one and of several outputs, and encoded rows."""
+    """A server of four models: raw rows of one and of several outputs, and encoded rows as columns and matrices."""
     from viviane.serving import ModelEntry, RepositorySettings, SessionSettings
     from viviane.serving.server import InferenceServer, ServerSettings
 
     cpu, encoded = SessionSettings(device="cpu"), SessionSettings(device="cpu", rows="encoded")
+    matrices = SessionSettings(device="cpu", rows="matrices")
     entries = (
         ModelEntry(name="deepfm", path=str(models.path("deepfm")), session=cpu),
         ModelEntry(name="mmoe", path=str(models.path("mmoe")), session=cpu),
         ModelEntry(name="encoded", path=str(models.path("deepfm")), session=encoded),
+        ModelEntry(name="matrices", path=str(models.path("deepfm")), session=matrices),
     )
     settings = ServerSettings(
         http_port=0, grpc_port=0, max_body_bytes=1 << 20, max_rows=2000, header_timeout_s=1, body_timeout_s=1,

@@ -45,8 +45,9 @@ def test_raw_rows_get_the_bits_of_the_session(server, http, grpc_client, raw, mo
         np.testing.assert_array_equal(output_of(response, name), scores[:, None])
 
 
-def test_encoded_rows_as_typed_tensors(server, http, grpc_client) -> None:
-    session = server.repository.get("encoded")
+@pytest.mark.parametrize("model", ["encoded", "matrices"])
+def test_encoded_rows_as_typed_tensors(server, http, grpc_client, model) -> None:
+    session = server.repository.get(model)
     rows = example_rows(session.inputs, 3, seed=4)
     rows[1]["tags"], rows[2]["tags"] = [3], []
     truth = session.predict({name: [row[name] for row in rows] for name in rows[0]})
@@ -64,19 +65,19 @@ def test_encoded_rows_as_typed_tensors(server, http, grpc_client) -> None:
         shape = list(array.reshape(3, -1).shape)
         inputs.append({"name": column.name, "datatype": datatype, "shape": shape, "data": values})
         fields.append((column.name, datatype, shape, array.tobytes()))
-    answer = http.post("/v2/models/encoded/infer", {"inputs": inputs})
+    answer = http.post(f"/v2/models/{model}/infer", {"inputs": inputs})
     assert answer.status == 200, answer.body
     np.testing.assert_array_equal(np.array(answer.json["outputs"][0]["data"], np.float32), truth)
     assert answer.json["outputs"][0]["shape"] == [3, 1]
     np.testing.assert_array_equal(
-        output_of(grpc_client.ask("ModelInfer", **infer_fields("encoded", fields)), "click")[:, 0], truth
+        output_of(grpc_client.ask("ModelInfer", **infer_fields(model, fields)), "click")[:, 0], truth
     )
     typed = [dict(zip(("name", "datatype", "shape"), one[:3], strict=True)) for one in fields]
     for entry, (_, datatype, _, data) in zip(typed, fields, strict=True):
         field, kind = {"FP32": ("fp32_contents", "<f4"), "INT32": ("int_contents", "<i4"),
                        "INT64": ("int64_contents", "<i8")}[datatype]  # fmt: skip
         entry["contents"] = {field: np.frombuffer(data, kind).tolist()}
-    response = grpc_client.ask("ModelInfer", model_name="encoded", inputs=typed)
+    response = grpc_client.ask("ModelInfer", model_name=model, inputs=typed)
     np.testing.assert_array_equal(output_of(response, "click")[:, 0], truth)
 
 
@@ -177,7 +178,9 @@ def test_metadata_health_and_index(server, http, grpc_client) -> None:
     assert [(one.name, one.datatype, list(one.shape)) for one in found.inputs] == [
         (one["name"], one["datatype"], one["shape"]) for one in metadata["inputs"]
     ]
-    assert [one["name"] for one in http.post("/v2/repository/index", {}).json] == ["deepfm", "encoded", "mmoe"]
+    assert [one["name"] for one in http.post("/v2/repository/index", {}).json] == [
+        "deepfm", "encoded", "matrices", "mmoe",
+    ]  # fmt: skip
     assert {one.state for one in grpc_client.ask("RepositoryIndex", ready=True).models} == {"READY"}
     assert http.get("/v2/models/mmoe/config").json["dynamic_batching"]["max_queue_delay_microseconds"] == 0
     assert grpc_client.ask("ModelStatistics", name="mmoe").model_stats[0].name == "mmoe"

@@ -32,8 +32,9 @@ class ColumnSpec:
             taken, too), "timestamp", or "list" (values between `separator`); "" where values are numbers.
         separator: between the values of a list that is written as text.
         raw: the value is as logged; False: an id or a number as the ETL writes it.
-        num_ids: ids are 0 <= id < num_ids; None where there is no such range.
+        num_ids: ids are 0 <= id < num_ids; None where there is no such range. Of a matrix, the least of its columns'.
         nullable: None is a missing value.
+        columns: of a matrix, the columns that are side by side in it.
 
     Example:
         >>> raw_columns([InputColumn(name="price", type="float")])[0].shape
@@ -48,6 +49,7 @@ class ColumnSpec:
     separator: str | None = None
     num_ids: int | None = None
     nullable: bool = False
+    columns: tuple[str, ...] = ()
 
     @property
     def is_ragged(self) -> bool:

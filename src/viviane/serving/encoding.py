@@ -19,8 +19,10 @@ from viviane.schema import Schema
 from viviane.serving.batches import ids_as, joined, padding_batch, spread
 from viviane.serving.encoded_rows import ORIGIN, encoded_batch
 from viviane.serving.errors import RowProblem
+from viviane.serving.matrices import columns_of_matrices
 from viviane.serving.plain_rows import plain_rows
 from viviane.serving.raw_rows import raw_table
+from viviane.serving.typed_columns import TypedColumns
 
 
 class RowEncoder:
@@ -30,12 +32,16 @@ class RowEncoder:
         schema: the columns of the model.
         etl: its fitted ETL, or None.
         strict_ids: categorical columns whose ids have to be in range.
+        matrices: encoded rows have their dense numbers and one-hot ids in a matrix each.
     """
 
-    def __init__(self, schema: Schema, etl: FittedEtl | None, strict_ids: frozenset[str]) -> None:
-        self.schema, self._strict_ids = schema, strict_ids
+    def __init__(
+        self, schema: Schema, etl: FittedEtl | None, strict_ids: frozenset[str], *, matrices: bool = False
+    ) -> None:
+        self.schema, self._strict_ids, self._matrices = schema, strict_ids, matrices
         self._etl = None if etl is None else etl.for_prediction()
         self._plain = None if self._etl is None else plain_rows(self._etl, schema, ORIGIN)
+        self._typed = TypedColumns.of(schema, strict_ids, ORIGIN, matrices=matrices)
         self._layout = self._seen_layout = Layout.of(schema)
         empty = padding_batch(schema, 0)
         self._id_type, self._widths = empty.one_hot.dtype, (empty.dense.shape[1], empty.one_hot.shape[1])
@@ -91,6 +97,10 @@ class RowEncoder:
                 self._check_layout(rows.layout)
             return self._as_the_schema_says(rows), []
         if not raw:
+            typed = None if self._typed is None else self._typed.batch(rows)
+            if typed is not None:
+                return typed, []
+            rows = columns_of_matrices(rows, self.schema) if self._matrices else rows
             batch, problems = encoded_batch(rows, self.schema, self._strict_ids)
             return batch, _first_of_each(problems)
         quick = None if self._plain is None else self._plain.encode(rows)

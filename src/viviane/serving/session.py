@@ -27,6 +27,7 @@ from viviane.serving.encoding import RowEncoder
 from viviane.serving.errors import RowProblem, RowsError, SessionClosedError
 from viviane.serving.instances import Instances
 from viviane.serving.loading import LoadedModel, load_model, table_bytes
+from viviane.serving.matrices import matrix_columns
 from viviane.serving.parameter_server.automatic import tiers_if_too_large
 from viviane.serving.parameter_server.settings import TableSettings
 from viviane.serving.parameter_server.tables import ServedTables
@@ -114,7 +115,9 @@ class InferenceSession:
         self.tables = model.tables
         self.device, self.schema, self.model_name = device, model.schema, model.name
         etl = None if model.etl is None else FittedEtl.load(model.etl)
-        self._encoder = RowEncoder(model.schema, etl, model.strict_ids)
+        matrices = self.settings.rows == "matrices"
+        self._encoder = RowEncoder(model.schema, etl, model.strict_ids, matrices=matrices)
+        self._encoded_inputs = matrix_columns(model.schema) if matrices else encoded_columns(model.schema)
         self._raw = self._encoder.has_etl if self.settings.rows == "auto" else self.settings.rows == "raw"
         if self._raw:
             _ = self._encoder.etl  # raises if there is none
@@ -234,8 +237,8 @@ class InferenceSession:
 
     @property
     def encoded_inputs(self) -> tuple[ColumnSpec, ...]:
-        """The columns of ids and numbers, as the ETL writes them."""
-        return encoded_columns(self.schema)
+        """The columns of ids and numbers, as the ETL writes them; or the matrices that hold them."""
+        return self._encoded_inputs
 
     @property
     def outputs(self) -> tuple[ColumnSpec, ...]:

@@ -41,9 +41,11 @@ class SessionSettings(Settings):
     cuda_graphs: bool | Literal["auto"] = "auto"
     """Capture the forward pass in CUDA graphs for a ladder of batch sizes: "auto" does on a GPU where nothing prevents
     it; True refuses what prevents it; False runs operation by operation."""
-    rows: Literal["auto", "raw", "encoded"] = "auto"
+    rows: Literal["auto", "raw", "encoded", "matrices"] = "auto"
     """The form of rows unless a request sets it: "raw", as logged, which the model's own ETL turns into ids;
-    "encoded", ids and numbers as the ETL writes them; "auto" takes raw rows where the model has an ETL."""
+    "encoded", ids and numbers as the ETL writes them; "matrices", the same with all dense numbers in one matrix,
+    `dense`, and all one-hot ids in another, `one_hot`, in the order of the schema, so that a request has few tensors;
+    "auto" takes raw rows where the model has an ETL."""
     warm_up: tuple[int, ...] = (1,)
     """Batch sizes that are computed once when the model is loaded."""
 
