@@ -1,6 +1,7 @@
 """The load generator: what it counts, and that it hides nothing."""
 
 import asyncio
+import base64
 import json
 import multiprocessing
 import re
@@ -17,7 +18,8 @@ from viviane.serving.load import LoadSettings, run_load
 from viviane.serving.load.described import checked_columns, checked_inputs
 from viviane.serving.load.generator import prepare_load
 from viviane.serving.load.loops import closed_loop, open_loop
-from viviane.serving.load.requests import RequestSource, read_rows
+from viviane.serving.load.perf_analyzer import rows_of
+from viviane.serving.load.requests import PreparedRequest, RequestSource, read_rows
 from viviane.serving.load.senders import Senders
 from viviane.serving.server import ServerSettings
 
@@ -185,3 +187,19 @@ def test_addresses_that_cannot_be_are_refused(url: str) -> None:
         LoadSettings(url=url)
     with pytest.raises(ConfigError, match="not a valid host"):
         ServerSettings(host=url)
+
+
+def test_shared_memory_needs_perf_analyzer() -> None:
+    with pytest.raises(ConfigError, match="perf_analyzer"):
+        run_load(LoadSettings(url="http://127.0.0.1:1", shared_memory=True))
+
+
+def test_rows_of_a_request_become_entries_of_perf_analyzer() -> None:
+    texts = b"".join(len(one).to_bytes(4, "little") + one for one in (b"a", b"", b"bcd", b"e", b"f", b"gh"))
+    numbers = np.arange(6, dtype=np.float32)
+    request = PreparedRequest((("t", "BYTES", (3, 2), texts), ("x", "FP32", (3, 2), numbers.tobytes())))
+    entries = rows_of(request, 3)
+    assert [one["x"] for one in entries] == [{"content": [2.0 * i, 2.0 * i + 1], "shape": [2]} for i in range(3)]
+    assert all(one["t"]["shape"] == [2] for one in entries)
+    assert b"".join(base64.b64decode(one["t"]["content"]["b64"]) for one in entries) == texts
+    assert base64.b64decode(entries[1]["t"]["content"]["b64"]) == b"\3\0\0\0bcd\1\0\0\0e"

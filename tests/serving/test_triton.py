@@ -11,10 +11,11 @@ from types import SimpleNamespace
 
 import grpc
 import numpy as np
+import pyarrow as pa
 import pytest
 from clients import Grpc, Http, binary_body, infer_fields, output_of, tensors_of
 
-from viviane.core.errors import ConfigError, MissingExtraError
+from viviane.core.errors import ConfigError, MissingExtraError, RemoteError
 from viviane.serving import InferenceSession, ModelEntry, SessionSettings
 from viviane.serving.triton import TritonEnvironment, TritonServer, TritonSettings, write_repository
 from viviane.serving.triton.environment import environment_folder, install_triton
@@ -26,7 +27,7 @@ CPU = SessionSettings(device="cpu")
 
 def entry(models, name: str, **session) -> ModelEntry:
     settings = SessionSettings(device="cpu", **session)
-    return ModelEntry(name=name if not session else f"{name}_encoded", path=str(models.path(name)), session=settings)
+    return ModelEntry(name="_".join((name, *session.values())), path=str(models.path(name)), session=settings)
 
 
 def test_a_written_repository_holds_all_that_it_needs(models, tmp_path) -> None:
@@ -150,7 +151,11 @@ def triton(models, tmp_path_factory):
     skip_without_triton()
     folder = tmp_path_factory.mktemp("triton")
     settings = TritonSettings(**free_ports(), log=str(folder / "log.txt"), max_batch_size=1024)
-    entries = [entry(models, "deepfm"), entry(models, "mmoe"), entry(models, "deepfm", rows="encoded")]
+    entries = [
+        entry(models, "deepfm"),
+        entry(models, "mmoe"),
+        *(entry(models, "deepfm", rows=form) for form in ("encoded", "matrices")),
+    ]
     write_repository(folder / "repository", entries, settings)
     write_repository(folder / "other", [entry(models, "dcn")], settings.model_copy(update={"ensemble": True}))
     for one in (folder / "other").iterdir():
@@ -208,28 +213,50 @@ def encoded_tensors(rows: list[dict], inputs) -> list[tuple[str, str, list[int],
 
 
 @pytest.mark.slow
-def test_triton_takes_encoded_rows_and_refuses_bad_ones(triton, models) -> None:
+@pytest.mark.parametrize("form", ["encoded", "matrices"])
+def test_triton_takes_encoded_rows_and_refuses_bad_ones(triton, models, form) -> None:
     from viviane.serving.server.example_rows import example_rows
 
-    with InferenceSession(models.path("deepfm"), device="cpu", rows="encoded") as session:
+    with InferenceSession(models.path("deepfm"), device="cpu", rows=form) as session:
         rows = example_rows(session.inputs, 4, seed=2)
         rows[0]["tags"] = [3]
         truth, inputs = session.predict({name: [row[name] for row in rows] for name in rows[0]}), session.inputs
     tensors = encoded_tensors(rows, inputs)
     client, http = Grpc(Target(triton.settings)), Http(Target(triton.settings))
-    response = client.ask("ModelInfer", **infer_fields("deepfm_encoded", tensors))
+    response = client.ask("ModelInfer", **infer_fields(f"deepfm_{form}", tensors))
     np.testing.assert_array_equal(output_of(response, "click")[:, 0], truth)
-    bad = [(n, k, s, np.full(4, 10**6, np.int32).tobytes() if n == "user" else d) for n, k, s, d in tensors]
+    user = "user" if form == "encoded" else "one_hot"
+    bad = [(n, k, s, np.full(s, 10**6, np.int32).tobytes() if n == user else d) for n, k, s, d in tensors]
     with pytest.raises(grpc.RpcError) as error:
-        client.ask("ModelInfer", **infer_fields("deepfm_encoded", bad))
+        client.ask("ModelInfer", **infer_fields(f"deepfm_{form}", bad))
     assert error.value.code() == grpc.StatusCode.INVALID_ARGUMENT
     assert "column 'user'" in error.value.details()
     body, headers = binary_body(bad)
-    answer = http.post("/v2/models/deepfm_encoded/infer", body, **headers)
+    answer = http.post(f"/v2/models/deepfm_{form}/infer", body, **headers)
     assert answer.status == 400
     assert "1000000" in answer.json["error"]
     client.close()
     http.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "shared"), [("deepfm", False), ("deepfm_encoded", False), ("deepfm_matrices", True)])
+def test_perf_analyzer_sends_requests_of_several_rows(triton, raw, model, shared) -> None:
+    from viviane.serving.load import LoadSettings
+    from viviane.serving.load.perf_analyzer import run_perf_analyzer
+
+    table = pa.Table.from_pylist(raw(50)) if model == "deepfm" else None
+    for rows in (1, 70):
+        settings = LoadSettings(
+            url=triton.grpc_target, protocol="grpc", model=model, rows=rows, concurrency=(2,), rates=(), seconds=0.5,
+            shared_memory=shared,
+        )  # fmt: skip
+        [phase] = run_perf_analyzer(settings, table).phases
+        assert phase.answered > 3
+        assert phase.rows_per_s == pytest.approx(phase.throughput * rows)
+    if model == "deepfm":
+        with pytest.raises(RemoteError, match="rejects these rows"):  # made-up texts are no lists of numbers
+            run_perf_analyzer(settings)
 
 
 @pytest.mark.slow

@@ -42,6 +42,9 @@ def command(
         Path, typer.Option("--output", "-o", help="A .json file; a page with a plot goes next to it.")
     ] = Path("load-test.json"),
     tool: Annotated[str, typer.Option(help="viviane, or perf_analyzer, Triton's own.")] = "viviane",
+    shared_memory: Annotated[
+        bool, typer.Option("--shared-memory", help="Share memory with Triton on this host; needs perf_analyzer.")
+    ] = False,
 ) -> None:
     """Measure a server of the Open Inference Protocol: ours, or Triton."""
     from viviane.core.files import write_bytes_atomic, write_json_atomic
@@ -56,7 +59,7 @@ def command(
         {
             "url": url, "model": model, "rows": batch_size, "protocol": protocol, "seconds": seconds, "seed": seed,
             "timeout_s": timeout_s, "processes": processes, "concurrency": _numbers(concurrency, "--concurrency"),
-            "rates": _numbers(rates, "--rates"),
+            "rates": _numbers(rates, "--rates"), "shared_memory": shared_memory,
         },
         where="options",
     )  # fmt: skip

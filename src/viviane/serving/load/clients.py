@@ -56,6 +56,8 @@ class HttpClient:
         self._session = self._aiohttp.ClientSession(
             connector=self._aiohttp.TCPConnector(limit=0, keepalive_timeout=60),
             timeout=self._aiohttp.ClientTimeout(total=settings.timeout_s),
+            # Triton would compress replies for a client that takes compressed ones: 9 ms for 64 KiB of scores.
+            headers={"accept-encoding": "identity"},
         )
 
     async def _json(self, method: str, path: str) -> Any:

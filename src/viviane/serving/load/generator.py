@@ -50,6 +50,9 @@ def run_load(
         RemoteError: the server does not respond, or refuses the rows.
         ConfigError: several models, and the settings name none.
     """
+    if settings.shared_memory:
+        raise ConfigError("only perf_analyzer sends requests through shared memory", where="shared_memory", value=True,
+                          fix="--tool perf_analyzer")  # fmt: skip
     model, made = prepare_load(settings, table, warm_up=max(1, settings.warm_up))
     phases: list[Phase] = []
     with Senders(settings, model, made) as senders:

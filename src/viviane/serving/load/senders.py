@@ -20,6 +20,8 @@ from viviane.serving.load.settings import LoadSettings
 
 _LEAD_S: Final = 0.05
 """Processes begin a phase this long after it is announced to them, all at one moment."""
+_END_S: Final = 5.0
+"""How long processes may take to close their connections."""
 
 Kind = Literal["closed", "open"]
 
@@ -105,8 +107,11 @@ class Senders:
     def _end(self) -> None:
         if self._local is not None:
             self._local.close()
-        for process, connection in self._workers:
-            connection.close()
+        for _, connection in self._workers:
+            connection.close()  # tells the process to close its own connections, and to end
+        until = time.monotonic() + _END_S
+        for process, _ in self._workers:
+            process.join(max(0.0, until - time.monotonic()))
             process.terminate()
             process.join()
 
@@ -139,12 +144,12 @@ def _send(connection: Connection, settings: LoadSettings) -> None:
     """Run phases as they are announced, in a process of its own, until the connection closes."""
     try:
         model, made = connection.recv()
-        sender = _Sender(settings, model, made)
-        connection.send(None)
-        while True:
-            kind, load, start = connection.recv()
-            time.sleep(max(0.0, start - time.perf_counter()))  # one clock for all processes of a machine
-            connection.send(sender.run(kind, load))
+        with contextlib.closing(_Sender(settings, model, made)) as sender:
+            connection.send(None)
+            while True:
+                kind, load, start = connection.recv()
+                time.sleep(max(0.0, start - time.perf_counter()))  # one clock for all processes of a machine
+                connection.send(sender.run(kind, load))
     except (EOFError, BrokenPipeError, KeyboardInterrupt):
         pass  # the load test has ended
     except VivianeError as error:

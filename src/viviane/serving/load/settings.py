@@ -31,6 +31,8 @@ class LoadSettings(Settings):
             faster server needs several, on processor cores that the server does not use. Programs that use more than
             one start their work under `if __name__ == "__main__":`.
         seed: of times and of rows.
+        shared_memory: requests and replies lie in memory that the client shares with Triton on the same host;
+            perf_analyzer alone does it.
 
     Example:
         >>> LoadSettings(url="http://127.0.0.1:8000").concurrency
@@ -50,6 +52,7 @@ class LoadSettings(Settings):
     max_outstanding: int = Field(default=4096, ge=1)
     processes: int = Field(default=1, ge=1, le=256)
     seed: int = 0
+    shared_memory: bool = False
 
     @field_validator("url")
     @classmethod

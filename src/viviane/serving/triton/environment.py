@@ -94,6 +94,11 @@ class TritonEnvironment:
         """Triton's load generator."""
         return self.folder / "perf_analyzer" / "bin" / "perf_analyzer"
 
+    def perf_analyzer_libraries(self) -> str:
+        """Return the search path of shared libraries for `perf_analyzer`."""
+        folder = self.folder / "perf_analyzer"
+        return os.pathsep.join([str(folder / "nvidia" / "cuda_runtime" / "lib"), str(folder / "lib"), self.libraries()])
+
     def libraries(self) -> str:
         """Return the search path of shared libraries: the wheel's own, and the interpreter's libpython.
 
@@ -150,6 +155,7 @@ def install_triton(folder: str | Path | None = None, *, say: Callable[[str], Any
     for arguments in (["--no-deps", TRITON_PACKAGE], requirements(), tools):
         say(f"pip install {' '.join(arguments)}")
         _pip(environment, arguments)
+    _link_base64(environment)
     for needed in (environment.server, environment.stub):
         if not needed.exists():
             raise TritonError("the package holds no Triton server for this machine", where=str(needed),
@@ -157,6 +163,14 @@ def install_triton(folder: str | Path | None = None, *, say: Callable[[str], Any
     write_json_atomic(place / _DONE, {"triton": "2.51.0", "packages": [TRITON_PACKAGE, *requirements()]})
     say("installed")
     return environment
+
+
+def _link_base64(environment: TritonEnvironment) -> None:
+    """Give perf_analyzer the library that it lacks under the name it looks for; the server's wheel brings it."""
+    folder = environment.folder / "perf_analyzer" / "lib"
+    folder.mkdir(parents=True, exist_ok=True)
+    for found in (environment.packages / "nvidia_pytriton.libs").glob("libb64-*.so.0d"):
+        (folder / "libb64.so.0d").symlink_to(os.path.relpath(found, folder))
 
 
 def _make_environment(place: Path) -> None:
