@@ -1,7 +1,8 @@
 """What a server adds to the session behind it: latency at 1, 16 and 64 clients, and throughput beyond saturation.
 
 The local server, Triton (where it is installed) and the session itself serve the same DLRM of 26 tables on the CPU, in
-one run. Rows are encoded, one a request. Beyond saturation requests arrive at two and four times the best rate.
+one run. Rows are encoded, one a request, with a tensor for each of 39 columns; "matrices" have two tensors. Beyond
+saturation requests arrive at two and four times the best rate.
 
 On four processor cores or more, half of them serve and the others send, in a process each. Where server and clients
 share processors, the clients take time from the server. So answers are also counted by the second of processor time
@@ -84,10 +85,17 @@ def processor_s(pid: int) -> float:
 
 
 def measure(
-    name: str, url: str, protocol: str, seconds: float, alone: tuple[float, float], pid: int | None = None
+    name: str,
+    url: str,
+    protocol: str,
+    seconds: float,
+    alone: tuple[float, float],
+    pid: int | None = None,
+    model: str = "ctr",
 ) -> None:
     """Put a server under load; `pid` is its process, where its processor time is to be recorded."""
-    settings = LoadSettings(url=url, protocol=protocol, model="ctr", concurrency=(1, 16, 64), rates=BEYOND,
+    beyond = BEYOND if model == "ctr" else ()
+    settings = LoadSettings(url=url, protocol=protocol, model=model, concurrency=(1, 16, 64), rates=beyond,
                             seconds=seconds, processes=PROCESSES)  # fmt: skip
     used = [0.0 if pid is None else processor_s(pid)]
 
@@ -97,7 +105,7 @@ def measure(
 
     phases = run_load(settings, progress=ended).phases
     one, *several = phases[:3]
-    case = f"{name}, {protocol}"
+    case = f"{name}, {protocol}" + ("" if model == "ctr" else f", {model}")
     for quantile, base, must in (("p50", alone[0], 1.0), ("p99", alone[1], 2.0)):
         record(bench="serving_servers", case=case, metric=f"added to the session, 1 client, {quantile}",
                value=one.latency_ms[quantile] - base, unit="ms", better="lower", goal=must, peer="the session alone",
@@ -110,7 +118,7 @@ def measure(
     best = max(phase.throughput for phase in several)
     spent = [after - before for before, after in pairwise(used)]
     per_s = [phase.answered / max(taken, 0.01) for phase, taken in zip(phases, spent, strict=True)]
-    for factor, phase, rate in zip(BEYOND, phases[3:], per_s[3:], strict=True):
+    for factor, phase, rate in zip(beyond, phases[3:], per_s[3:], strict=True):
         arrivals = f"arrivals at {-factor:g} times the best rate"
         record(bench="serving_servers", case=case, metric=f"{arrivals}: answers, share of the best",
                value=phase.throughput / best, unit="", better="higher", goal=0.9, shape=SHAPE)  # fmt: skip
@@ -128,13 +136,22 @@ def measure(
                value=lost, unit="requests", better="lower", goal=0, shape=SHAPE)  # fmt: skip
 
 
+def entries(model: Path) -> tuple[ModelEntry, ...]:
+    """The model with a tensor for each column, and with one for all numbers and one for all ids."""
+    cpu = SessionSettings(device="cpu")
+    return (
+        ModelEntry(name="ctr", path=str(model), session=cpu),
+        ModelEntry(name="matrices", path=str(model), session=cpu.model_copy(update={"rows": "matrices"})),
+    )
+
+
 def local_server(model: Path, seconds: float, alone: tuple[float, float]) -> None:
-    entry = ModelEntry(name="ctr", path=str(model), session=SessionSettings(device="cpu"))
-    settings = ServerSettings(http_port=0, grpc_port=0, inference=RepositorySettings(models=(entry,)))
+    settings = ServerSettings(http_port=0, grpc_port=0, inference=RepositorySettings(models=entries(model)))
     pid, ports = serve_in_a_process(settings)
     try:
         for protocol, port in ports.items():
             measure("viviane", f"127.0.0.1:{port}", protocol, seconds, alone, pid)
+            measure("viviane", f"127.0.0.1:{port}", protocol, seconds, alone, pid, "matrices")
             before = resident_bytes(pid)
             run_load(LoadSettings(url=f"127.0.0.1:{port}", protocol=protocol, model="ctr", concurrency=(64,), rates=(),
                                   seconds=4 * seconds, processes=PROCESSES))  # fmt: skip
@@ -164,11 +181,11 @@ def triton_server(model: Path, folder: Path, seconds: float, alone: tuple[float,
     for one in sockets:
         one.close()
     settings = TritonSettings(http_port=http, grpc_port=grpc, metrics_port=metrics, log=str(folder / "triton.log"))
-    entry = ModelEntry(name="ctr", path=str(model), session=SessionSettings(device="cpu"))
-    write_repository(folder / "repository", [entry], settings)
+    write_repository(folder / "repository", entries(model), settings)
     with TritonServer(folder / "repository", settings) as server:
-        measure("Triton 2.51", server.grpc_target, "grpc", seconds, alone)
-        measure("Triton 2.51", server.http_url, "http", seconds, alone)
+        for protocol, target in (("grpc", server.grpc_target), ("http", server.http_url)):
+            measure("Triton 2.51", target, protocol, seconds, alone)
+            measure("Triton 2.51", target, protocol, seconds, alone, model="matrices")
 
 
 def main() -> None:
