@@ -182,7 +182,10 @@ def triton_server(model: Path, folder: Path, seconds: float, alone: tuple[float,
         one.close()
     settings = TritonSettings(http_port=http, grpc_port=grpc, metrics_port=metrics, log=str(folder / "triton.log"))
     write_repository(folder / "repository", entries(model), settings)
-    with TritonServer(folder / "repository", settings) as server:
+    os.sched_setaffinity(0, SERVING)  # which Triton inherits
+    server = TritonServer(folder / "repository", settings)
+    os.sched_setaffinity(0, SENDING)
+    with server:
         for protocol, target in (("grpc", server.grpc_target), ("http", server.http_url)):
             measure("Triton 2.51", target, protocol, seconds, alone)
             measure("Triton 2.51", target, protocol, seconds, alone, model="matrices")
