@@ -18,6 +18,7 @@ import statistics
 import tempfile
 import threading
 import time
+import traceback
 from itertools import pairwise
 from pathlib import Path
 
@@ -167,11 +168,20 @@ def serve_in_a_process(settings: ServerSettings) -> tuple[int, dict[str, int]]:
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
-        os.sched_setaffinity(0, SERVING)
-        server = InferenceServer(settings)
-        server.run(lambda: os.write(writing, f"{server.http_port} {server.grpc_port}\n".encode()) and None)
-        os._exit(0)
-    http, grpc = os.read(reading, 100).split()
+        try:
+            os.sched_setaffinity(0, SERVING)
+            server = InferenceServer(settings)
+            server.run(lambda: os.write(writing, f"{server.http_port} {server.grpc_port}\n".encode()) and None)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(0)
+    os.close(writing)  # so that the end of a server that fails ends the wait
+    ports = os.read(reading, 100)
+    os.close(reading)
+    if not ports:
+        raise SystemExit("the server did not start")
+    http, grpc = ports.split()
     return pid, {"http": int(http), "grpc": int(grpc)}
 
 
