@@ -51,6 +51,35 @@ def assert_same(found: Batch, wanted: Batch) -> None:
         assert one.numpy().tobytes() == other.numpy().tobytes()
 
 
+def test_few_rows_and_many_go_the_same_way_for_a_caller() -> None:
+    """Up to 64 rows are stacked first; a bag may have the name of a stack."""
+    for bag in ("m", "dense"):
+        columns = [
+            {"name": "c", "num_ids": 9}, {"name": "d", "num_ids": None}, {"name": "e", "num_ids": 300},
+            {"name": bag, "num_ids": 20, "kind": "multi_hot", "hotness": 4},
+        ]  # fmt: skip
+        schema = vv.Schema(dense=[{"name": "x"}, {"name": "z"}], categorical=columns)
+        typed, strict = TypedColumns.of(schema, frozenset({"c"}), ORIGIN), frozenset({"c"})
+        for size in (1, 2, 63, 64, 65, 200):
+            rng = np.random.default_rng(size)
+            rows = {
+                "x": rng.normal(size=size).astype(np.float32), "z": rng.normal(size=(size, 1)),
+                "c": rng.integers(0, 9, size).astype(np.int32), "d": rng.integers(-(2**62), 2**62, (size, 1)),
+                "e": rng.integers(0, 300, size), bag: rng.integers(0, 20, (size, 4)),
+            }  # fmt: skip
+            found = typed.batch(rows)
+            assert found is not None
+            assert_same(found, encoded_batch(rows, schema, strict)[0])
+            for name, wrong in (("c", 9), ("e", 2**31), (bag, -(2**40)), ("z", np.inf), ("x", np.nan)):
+                changed = np.array(rows[name], np.float64 if name in "xz" else np.int64)
+                changed[size // 2] = wrong
+                assert typed.batch({**rows, name: changed}) is None
+            for name, values in rows.items():
+                assert typed.batch({**rows, name: values[:-1]}) is None
+                assert typed.batch({**rows, name: values.astype(bool)}) is None
+            assert typed.batch({name: values[:0] for name, values in rows.items()}) is None
+
+
 @given(size=st.integers(1, 150), seed=st.integers(0, 1000))
 def test_typed_columns_become_the_batch_of_the_checked_way(size, seed) -> None:
     rows = request(size, seed)
