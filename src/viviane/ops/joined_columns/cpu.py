@@ -1,4 +1,4 @@
-"""Joining columns on the CPU: one call for all of them, which reads and writes every number once."""
+"""Joining columns on the CPU: one call for all of them."""
 
 # mypy: ignore-errors
 # Types here are Numba's and LLVM's, which a checker of Python cannot see.
