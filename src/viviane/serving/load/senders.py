@@ -108,7 +108,7 @@ class Senders:
         if self._local is not None:
             self._local.close()
         for _, connection in self._workers:
-            connection.close()  # tells the process to close its own connections, and to end
+            connection.close()  # the process then closes its own connections and ends
         until = time.monotonic() + _END_S
         for process, _ in self._workers:
             process.join(max(0.0, until - time.monotonic()))
