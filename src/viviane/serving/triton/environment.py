@@ -155,7 +155,7 @@ def install_triton(folder: str | Path | None = None, *, say: Callable[[str], Any
     for arguments in (["--no-deps", TRITON_PACKAGE], requirements(), tools):
         say(f"pip install {' '.join(arguments)}")
         _pip(environment, arguments)
-    _link_base64(environment)
+    _link_libb64(environment)
     for needed in (environment.server, environment.stub):
         if not needed.exists():
             raise TritonError("the package holds no Triton server for this machine", where=str(needed),
@@ -165,7 +165,7 @@ def install_triton(folder: str | Path | None = None, *, say: Callable[[str], Any
     return environment
 
 
-def _link_base64(environment: TritonEnvironment) -> None:
+def _link_libb64(environment: TritonEnvironment) -> None:
     """Give perf_analyzer the library that it lacks under the name it looks for; the server's wheel brings it."""
     folder = environment.folder / "perf_analyzer" / "lib"
     folder.mkdir(parents=True, exist_ok=True)
