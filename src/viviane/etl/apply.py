@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from viviane.core.errors import DataError
 from viviane.etl.arrays import array_of, numbers_of
 from viviane.etl.cells import make_list
-from viviane.etl.columns import Bucketize, CategoricalSpec, DenseSpec, HashTo, LabelSpec, RawIds
+from viviane.etl.columns import Bucketize, CategoricalSpec, DenseSpec, HashTo, LabelSpec, OutputSpec, RawIds
 from viviane.etl.engine import Build, Engine, Lookup
 from viviane.etl.expressions import bucket, value_of
 from viviane.etl.held import IDS
@@ -46,9 +46,8 @@ class Applier:
             DataError: a number is still missing, or does not fit float32; names the column.
         """
         columns: dict[str, Any] = {}
-        with ThreadPoolExecutor(self.threads) as pool:
-            for found in pool.map(lambda spec: self._column(spec, staged), self._specs(staged)):
-                columns.update(found)
+        for found in self._each(lambda spec: self._column(spec, staged), self._specs(staged)):
+            columns.update(found)
         names = [name for name in self.fitted.schema.column_names if name in columns]
         if keep_ignored:
             for name in self.fitted.config.ignored:
@@ -59,7 +58,13 @@ class Applier:
         fields = [pa.field(f.name, f.type, nullable=f.name in self.fitted.config.ignored) for f in table.schema]
         return table.cast(pa.schema(fields))
 
-    def _specs(self, staged: pa.Table) -> list[LabelSpec | DenseSpec | CategoricalSpec]:
+    def _each(self, work: Callable[[OutputSpec], dict[str, Any]], specs: list[OutputSpec]) -> Iterable[dict[str, Any]]:
+        if self.threads == 1:
+            return map(work, specs)
+        with ThreadPoolExecutor(self.threads) as pool:
+            return list(pool.map(work, specs))
+
+    def _specs(self, staged: pa.Table) -> list[OutputSpec]:
         """What is to be computed; of labels, dense columns and the sample weight what is there."""
         config = self.fitted.config
         numbers: list[LabelSpec | DenseSpec] = [*config.labels, *config.dense]
@@ -67,7 +72,7 @@ class Applier:
         there = set(staged.column_names)
         return [*(spec for spec in numbers if (spec.source or spec.name) in there), *config.categorical]
 
-    def _column(self, spec: LabelSpec | DenseSpec | CategoricalSpec, staged: pa.Table) -> dict[str, Any]:
+    def _column(self, spec: OutputSpec, staged: pa.Table) -> dict[str, Any]:
         if isinstance(spec, CategoricalSpec):
             return self._ids(spec, staged)
         column = combined(staged.column(spec.source or spec.name))

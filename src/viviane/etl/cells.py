@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import numpy as np
 import pyarrow as pa
@@ -242,15 +242,16 @@ def _eight_digits(array: Any) -> Any:
         np.right_shift(word, shift, out=spare)
         word |= spare
         word &= mask
+    stored: Any = pa.allocate_buffer(8 * len(array))  # memory that Arrow has in use again when it is freed
+    full = np.frombuffer(stored, np.uint64)
     if num_present == len(array):
-        return pa.Array.from_buffers(pa.uint64(), len(word), [None, pa.py_buffer(cast(Any, word))])
-    full = np.zeros(len(array), np.uint64)
+        full[:] = word
+        return pa.Array.from_buffers(pa.uint64(), len(full), [None, stored])
+    full[:] = 0
     full[present] = word
     if array.offset:
         return pa.array(full, mask=~present)
-    return pa.Array.from_buffers(
-        pa.uint64(), len(full), [array.buffers()[0], pa.py_buffer(cast(Any, full))], array.null_count
-    )
+    return pa.Array.from_buffers(pa.uint64(), len(full), [array.buffers()[0], stored], array.null_count)
 
 
 def _is_text(kind: pa.DataType) -> bool:

@@ -325,3 +325,7 @@ class CategoricalSpec(Settings):
     def table(self) -> str:
         """The vocabulary's name."""
         return self.vocabulary or self.name
+
+
+OutputSpec: TypeAlias = LabelSpec | DenseSpec | CategoricalSpec
+"""A column of the data set that the ETL writes."""

@@ -9,7 +9,12 @@ import pyarrow as pa
 
 from viviane.core.errors import DataError
 from viviane.etl.cells import SCALARS, staged_type
-from viviane.etl.columns import Bucketize, CategoricalSpec, Categorify, DenseSpec, GivenVocabulary, LabelSpec
+from viviane.etl.columns import (
+    Bucketize,
+    Categorify,
+    GivenVocabulary,
+    OutputSpec,
+)
 from viviane.etl.config import EtlConfig
 from viviane.etl.derivations import GroupDerivation, Join, key_names
 from viviane.etl.learned import Learned
@@ -63,7 +68,7 @@ def _check_groups(fitted: Learned, where: str) -> None:
 
 def _check_states(fitted: Learned, where: str) -> None:
     config = fitted.config
-    specs: tuple[LabelSpec | DenseSpec | CategoricalSpec, ...] = (*config.labels, *config.dense, *config.categorical)
+    specs: tuple[OutputSpec, ...] = (*config.labels, *config.dense, *config.categorical)
     for spec in specs:
         states = fitted.states.get(spec.name, {})
         for at, operator in enumerate(spec.operators):

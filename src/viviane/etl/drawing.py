@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from viviane.core.graph_drawing import Box, draw_graph
-from viviane.etl.columns import CategoricalSpec, Categorify, DenseSpec, InputColumn, LabelSpec
+from viviane.etl.columns import CategoricalSpec, Categorify, DenseSpec, InputColumn, LabelSpec, OutputSpec
 from viviane.etl.conditions import Filter
 from viviane.etl.config import EtlConfig
 from viviane.etl.derivations import Computed, History, TargetEncode, key_names
@@ -15,7 +15,6 @@ from viviane.etl.learned import Learned
 from viviane.etl.sequence_config import SESSION, SequenceColumn, SequenceConfig
 from viviane.schema import RESERVED
 
-_Spec = LabelSpec | DenseSpec | CategoricalSpec
 _LONGEST: Final = 46  # characters of a line in a box
 _QUIET: Final = ("type", "name", "source", "by", "order_by")
 
@@ -48,7 +47,7 @@ def picture(what: EtlConfig | Learned | SequenceConfig) -> str:
 class _Group:
     """Output columns that are treated alike."""
 
-    specs: tuple[_Spec, ...]
+    specs: tuple[OutputSpec, ...]
     lines: tuple[str, ...]
 
     @property
@@ -91,16 +90,16 @@ class _Drawing:
 
     def _groups(self) -> list[_Group]:
         config = self.config
-        specs: list[_Spec] = [*config.labels, *config.dense, *config.categorical]
+        specs: list[OutputSpec] = [*config.labels, *config.dense, *config.categorical]
         specs += [config.sample_weight] if config.sample_weight else []
-        alike: dict[Any, list[_Spec]] = {}
+        alike: dict[Any, list[OutputSpec]] = {}
         for spec in specs:
             single = any(name in config.derived_columns for name in _sources(spec)) or len(_sources(spec)) > 1
             types = tuple(config.column(name).type for name in _sources(spec))
             alike.setdefault((spec.name if single else "", type(spec), _describe(spec, {}), types), []).append(spec)
         return [_Group(tuple(members), self._lines(members)) for members in alike.values()]
 
-    def _lines(self, members: list[_Spec]) -> tuple[str, ...]:
+    def _lines(self, members: list[OutputSpec]) -> tuple[str, ...]:
         """What is done with columns; what was learned of one alone, or the sizes of several together."""
         if self.learned is None:
             return _describe(members[0], {})
@@ -150,7 +149,7 @@ class _Drawing:
         return (*lines, f"{config.format}, version {config.version}" + (", fitted" if self.learned else ""))
 
 
-def _describe(spec: _Spec, states: Mapping[int, Mapping[str, float]]) -> tuple[str, ...]:
+def _describe(spec: OutputSpec, states: Mapping[int, Mapping[str, float]]) -> tuple[str, ...]:
     """A line for each operator, with what it learned, and one for the encoding."""
     lines = []
     for position, one in enumerate(spec.operators):
@@ -206,7 +205,7 @@ def _taken(one: SequenceColumn) -> list[str]:
     return lines + ([f"where {_condition(one.where)}"] if one.where else [])
 
 
-def _sources(spec: _Spec) -> tuple[str, ...]:
+def _sources(spec: OutputSpec) -> tuple[str, ...]:
     if isinstance(spec, CategoricalSpec):
         return (*spec.sources, *([spec.weights] if spec.weights else []))
     return (spec.source or spec.name,)

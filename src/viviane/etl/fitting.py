@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from viviane.core.errors import DataError
-from viviane.etl.columns import Bucketize, CategoricalSpec, Categorify, DenseSpec, LabelSpec
+from viviane.etl.columns import Bucketize, CategoricalSpec, Categorify, OutputSpec
 from viviane.etl.config import EtlConfig
 from viviane.etl.engine import Engine
 from viviane.etl.expressions import exploded, value_of
@@ -20,8 +20,6 @@ from viviane.etl.held import Counting, HeldRows, counts_of_all
 from viviane.etl.learned import Learned, Vocabulary
 from viviane.etl.operators import State, chain
 from viviane.etl.parquet import read_columns
-
-_Spec = LabelSpec | DenseSpec | CategoricalSpec
 
 
 class Fitter:
@@ -82,7 +80,7 @@ class Fitter:
 
     def _states(self) -> dict[str, dict[int, State]]:
         """Statistics of operators, in rounds: an operator's come after those of the operators before it."""
-        specs: list[_Spec] = [*self.config.labels, *self.config.dense, *self.config.categorical]
+        specs: list[OutputSpec] = [*self.config.labels, *self.config.dense, *self.config.categorical]
         specs += [self.config.sample_weight] if self.config.sample_weight else []
         pending = {
             spec.name: (spec, [at for at, one in enumerate(spec.operators) if one.wanted()])
@@ -103,11 +101,11 @@ class Fitter:
             pending = {name: one for name, one in pending.items() if one[1]}
         return states
 
-    def _is_list(self, spec: _Spec) -> bool:
+    def _is_list(self, spec: OutputSpec) -> bool:
         return self.config.column(_source(spec)).is_list
 
     def _moments(
-        self, rows: Any, wanted: dict[str, tuple[_Spec, int]], states: dict[str, dict[int, State]]
+        self, rows: Any, wanted: dict[str, tuple[OutputSpec, int]], states: dict[str, dict[int, State]]
     ) -> dict[str, State]:
         if not wanted:
             return {}
@@ -261,7 +259,7 @@ def order_statistics(engine: Engine, values: Any, shares: list[tuple[int, int]])
     return [row[f"q{i}"] for i in range(len(shares))]
 
 
-def _chained(spec: _Spec, at: int, state: dict[int, State], rows: Any) -> dict[str, Any]:
+def _chained(spec: OutputSpec, at: int, state: dict[int, State], rows: Any) -> dict[str, Any]:
     return {"value": chain(rows[_source(spec)], spec.operators[:at], state)}
 
 
@@ -269,7 +267,7 @@ def _valued(spec: CategoricalSpec, state: dict[int, State], rows: Any) -> dict[s
     return {"value": value_of(spec, [rows[name] for name in rows.columns], state)}
 
 
-def _source(spec: _Spec) -> str:
+def _source(spec: OutputSpec) -> str:
     return spec.sources[0] if isinstance(spec, CategoricalSpec) else spec.source or spec.name
 
 

@@ -24,10 +24,11 @@ from viviane.core.json_files import expected_form
 from viviane.core.locations import AnyPath, RemotePath
 from viviane.core.logging import get_logger
 from viviane.core.remote.published import upload_folder
+from viviane.core.threads import short_switch_interval
 from viviane.etl.apply import Applier
 from viviane.etl.archive import load_learned, save_learned
 from viviane.etl.checks import check_threads
-from viviane.etl.columns import CategoricalSpec, DenseSpec, LabelSpec
+from viviane.etl.columns import OutputSpec
 from viviane.etl.config import EtlConfig
 from viviane.etl.derivations import History
 from viviane.etl.derive import derive
@@ -250,12 +251,13 @@ class _Run:
     def _needs_expressions(self) -> bool:
         """Whether the job surely computes with the engine: a small one of plain columns ends without."""
         config = self.config
-        specs: list[LabelSpec | DenseSpec | CategoricalSpec] = [*config.labels, *config.dense, *config.categorical]
+        specs: list[OutputSpec] = [*config.labels, *config.dense, *config.categorical]
         learns = isinstance(self.what, EtlConfig) and any(one.wanted() for spec in specs for one in spec.operators)
         computed = config.derived or config.filters or not all(spec.is_plain for spec in config.categorical)
         by_value = self.split is not None and not isinstance(self.split, (RowSplit, FileSplit))
         return bool(learns or computed or by_value)
 
+    @short_switch_interval()  # threads come back from Arrow again and again
     def steps(self, stager: Stager, work: Path, output: AnyPath, job: str) -> Summary:
         """Do everything up to the finished `out` folder."""
         with self._timed("read"):
@@ -379,15 +381,17 @@ class _Run:
             name: PartWriter(folder, learned.schema, size)
             for (name, folder), size in zip(folders.items(), sizes, strict=True)
         }
-        applier = Applier(learned, self.chosen, self.threads)
+        num_at_once = min(2, self.threads)
+        applier = Applier(learned, self.chosen, self.threads // num_at_once)
         done = [writer.done_rows for writer in writers.values()]
         schema = stager.schema_of(shards[0])
         todo = [n for n in range(len(shards)) if (partition.starts[n] + partition.counts[n] > done).any()]
 
-        def transform(number: int) -> tuple[int, list[pa.Table]]:
+        def transform(number: int) -> tuple[int, dict[int, pa.Table]]:
             staged = stager.take(shards[number])
             try:
-                return number, [applier.table(part) for part in partition.parts_of(staged)]
+                parts = partition.parts_of(staged)
+                return number, {n: applier.table(part) for n, part in enumerate(parts) if part.num_rows}
             except Exception as error:
                 self._refuse_huge(staged, learned, stager, shards[number - 1] if number else None, error)
                 raise
@@ -397,9 +401,10 @@ class _Run:
             complete(name, Written(writers[name].statistics, writers[name].files))
 
         try:
-            for number, tables in ordered_map(transform, todo, min(2, self.threads)):
-                for part, (writer, table) in enumerate(zip(writers.values(), tables, strict=True)):
-                    writer.add(table.slice(max(0, done[part] - int(partition.starts[number][part]))))
+            for number, tables in ordered_map(transform, todo, num_at_once):
+                for part, table in tables.items():
+                    first = max(0, done[part] - int(partition.starts[number][part]))
+                    writers[partition.names[part]].add(table.slice(first))
                 self.progress("write", number + 1, len(shards))
             with ThreadPoolExecutor(self.threads) as pool:  # most parts have their last row group before them
                 list(pool.map(end, writers))

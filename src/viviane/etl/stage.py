@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -34,7 +34,6 @@ from viviane.etl.limits import States
 from viviane.etl.parallel import ordered_map
 from viviane.etl.parquet import check_parquet, parquet_rows, read_columns, typed_chunk
 from viviane.etl.path_columns import in_file, refuse_both, with_path_columns
-from viviane.etl.slabs import Slabs
 from viviane.etl.sources import Source, TextBlock, text_blocks
 from viviane.etl.splits import KEY, FileSplit, HashSplit, Split, TimeSplit, part_of_file
 from viviane.etl.text import Chunk, TextLayout, parse_block, shown_line, text_layout, text_of
@@ -122,7 +121,6 @@ class Stager:
         self.hold_bytes = hold_bytes
         self.held: dict[Path, pa.Table] = {}
         self._unwritten: list[Shard] = []
-        self._slabs = Slabs()
         self.split_column = split.column if isinstance(split, (HashSplit, TimeSplit)) else None
         self.learning, self.states, self.external = learning, states, external or {}
         self.numbered = numbered or any(isinstance(one, EARLIER) for one in config.derived)
@@ -251,8 +249,7 @@ class Stager:
             yield _Job(source, number, parse, partial(_rows_of, table, row + 1), after)
 
     def _parsed(self, job: _Job) -> Chunk:
-        chunk = with_path_columns(job.parse(), self.wanted, job.source.path_values, self.config.input.missing)
-        return replace(chunk, table=self._slabs.store(chunk.table))
+        return with_path_columns(job.parse(), self.wanted, job.source.path_values, self.config.input.missing)
 
     def _sift(self, job: _Job, chunk: Chunk) -> tuple[pa.Table, list[dict[str, Any]]]:
         """Separate usable rows from the others; the number of the source is kept for a split by file."""

@@ -242,7 +242,8 @@ class Statistics:
         counts = self._counts[column.name]
         falling = -np.sort(-counts[RESERVED.first :])
         falling = falling[falling > 0]
-        ranks = np.unique(np.geomspace(1, max(len(falling), 1), _TOP_COUNTS).round().astype(np.int64))
+        spaced = np.geomspace(1, max(len(falling), 1), _TOP_COUNTS).round().astype(np.int64)
+        ranks = np.array(sorted(set(spaced.tolist())))  # np.unique would load numpy.ma
         return {
             "num_ids": column.num_ids,
             "num_missing": int(counts[RESERVED.missing]) if len(counts) > RESERVED.missing else 0,

@@ -3,28 +3,22 @@
 from __future__ import annotations
 
 import re
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final, Literal, Self
+from typing import Any, Literal, Self
 
 from viviane.config.base import load_json
 from viviane.core.errors import ConfigError, VivianeError, suggest
 from viviane.core.locations import AnyPath
+from viviane.core.threads import short_switch_interval
 from viviane.serving.errors import ModelNotFoundError
 from viviane.serving.parameter_server.settings import TableSettings
 from viviane.serving.session import InferenceSession, Scores
 from viviane.serving.settings import MODEL_NAME, ModelEntry, RepositorySettings, SessionSettings
 from viviane.serving.versions import find_version, find_versions
-
-SWITCH_S: Final = 0.0005
-"""How long a thread may keep the interpreter's lock while another one wants it, where requests are answered."""
-_switching: Final = threading.Lock()
-_intervals_s: Final[list[float]] = []
-"""The switch interval before each load that is in progress."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +121,7 @@ class ModelRepository:
         """
         entry = self._entry(name, path, settings, tables)
         number, _ = find_version(entry.path, version)
-        with self._one_load, _quick_turns():
+        with self._one_load, short_switch_interval():  # requests are answered meanwhile
             self._say(ModelStatus(name, number, "loading"))
             try:
                 session = self._open(entry, number)
@@ -336,25 +330,6 @@ class ModelRepository:
         if number not in versions:
             raise _not_found(name, number, versions)
         return versions[number]
-
-
-@contextmanager
-def _quick_turns() -> Iterator[None]:
-    """Let requests have the interpreter's lock back soon while a thread computes in Python, such as one that loads.
-
-    A thread that wants the lock waits for the switch interval, 5 ms, each time that it comes back from a kernel.
-    """
-    with _switching:
-        _intervals_s.append(sys.getswitchinterval())
-        sys.setswitchinterval(min(SWITCH_S, _intervals_s[0]))
-    try:
-        yield
-    finally:
-        with _switching:
-            first = _intervals_s[0]
-            _intervals_s.pop()
-            if not _intervals_s:
-                sys.setswitchinterval(first)
 
 
 def _not_found(name: str, version: int, versions: dict[int, _Loaded]) -> ModelNotFoundError:

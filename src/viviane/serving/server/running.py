@@ -7,7 +7,6 @@ import contextlib
 import gc
 import signal
 import socket
-import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
@@ -16,7 +15,8 @@ from typing import Any, Self
 from viviane.core.errors import ConfigError
 from viviane.core.logging import get_logger
 from viviane.core.optional import require
-from viviane.serving.repository import SWITCH_S, ModelRepository
+from viviane.core.threads import short_switch_interval
+from viviane.serving.repository import ModelRepository
 from viviane.serving.server.connection import protocol_class
 from viviane.serving.server.grpc_service import make_grpc_server
 from viviane.serving.server.http_app import make_app
@@ -209,13 +209,10 @@ def _tuned_interpreter() -> Iterator[None]:
     # What models and libraries made lives on: looking through it for garbage takes a quarter of a second.
     gc.collect()
     gc.freeze()
-    # The event loop waits for the interpreter's lock as long as a thread that computes may hold it.
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(SWITCH_S)
     try:
-        yield
+        with short_switch_interval():  # the event loop waits for threads that compute
+            yield
     finally:
-        sys.setswitchinterval(interval)
         gc.unfreeze()  # or libraries report at exit what they could not free
 
 
