@@ -42,7 +42,7 @@ from viviane.ops.capture import branch, is_capturing, join_ahead
 from viviane.ops.packing_ahead import pack_ahead
 from viviane.parallel import Group, ShardedCollection, Traffic, check_plan_names, choose_plan, make_tables
 from viviane.parallel.automatic import GivenPlan, is_whole, own_kinds
-from viviane.parallel.exchanges import AnyInput
+from viviane.parallel.distributed_input import DistributedInput
 from viviane.parallel.plan import AnyTable
 
 
@@ -500,7 +500,7 @@ class _Stack:
         rows = cast(EmbeddingCollection, self.collection).lookup_rows(batch) if fits else None
         return self(batch) if rows is None else rows
 
-    def __call__(self, batch: Batch | AnyInput) -> Any:
+    def __call__(self, batch: Batch | DistributedInput) -> Any:
         out = self.collection(batch)
         found = [out.flat.view(out.flat.shape[0], *self.shape)]
         if self.has_mask:

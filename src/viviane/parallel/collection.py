@@ -13,7 +13,6 @@ from viviane.core.errors import ConfigError, suggest
 from viviane.core.renamed import renamed_method
 from viviane.embedding import (
     CacheSettings,
-    EmbeddingCollection,
     FeatureConfig,
     TableConfig,
     TableState,
@@ -25,16 +24,13 @@ from viviane.embedding.state import summarize
 from viviane.ops.capture import is_capturing
 from viviane.parallel.batches_ahead import BatchesAhead
 from viviane.parallel.content import gather_table, scatter_rows, scatter_table
-from viviane.parallel.dedup_exchange import DedupInput
-from viviane.parallel.exchange import OutputDist
-from viviane.parallel.exchanges import AnyInput, Exchanges
+from viviane.parallel.distributed_input import DistributedInput
+from viviane.parallel.exchanges import Exchanges
 from viviane.parallel.group import Group
-from viviane.parallel.jagged_exchange import JaggedInput
 from viviane.parallel.keys import KeptKeys
 from viviane.parallel.plan import AnyTable, ShardingPlan
 from viviane.parallel.replicas import check_unmixed, join_replicas
 from viviane.parallel.sharded_tables import ShardedTables
-from viviane.parallel.static_exchange import StaticInput
 
 
 class ShardedCollection(ShardedTables):
@@ -95,12 +91,12 @@ class ShardedCollection(ShardedTables):
         self.exchanges = Exchanges(self)
         self.batches_ahead = BatchesAhead(self, self.exchanges)
         """Batches that wait for their step, where shards are in tiers."""
-        self._kept_keys = KeptKeys[AnyInput]()
+        self._kept_keys = KeptKeys[DistributedInput]()
         self._stream: torch.cuda.Stream | None = None
 
     # Lookup -------------------------------------------------------------------------------------------------
 
-    def forward(self, batch: Batch | Mapping[str, Bag | Tensor] | AnyInput) -> EmbeddingOutput:
+    def forward(self, batch: Batch | Mapping[str, Bag | Tensor] | DistributedInput) -> EmbeddingOutput:
         """Look up the local batch, or the result of `distribute` or `begin`. Collective.
 
         Raises:
@@ -113,28 +109,13 @@ class ShardedCollection(ShardedTables):
         self._finish()
         training = self.training and torch.is_grad_enabled()
         if training and self.group.size > 1:
-            check_unmixed(self.replicas, joined=isinstance(inputs, StaticInput))
-        if isinstance(inputs, StaticInput):
-            flat = inputs.route.lookup(inputs, training=training)
-            if training and self.gradient_watch is not None:
-                flat.register_hook(self.gradient_watch)  # type: ignore[no-untyped-call]
-            return EmbeddingOutput(flat, self.places, inputs.masks, inputs.wide)
-        size = inputs.size if isinstance(inputs, DedupInput) else inputs.sizes[self.group.rank]
-        local = self._lookup(self.replicas, inputs.local, size, training)
-        if isinstance(inputs, DedupInput):
-            flat = inputs.route.lookup(inputs, local, training=training)
-        else:
-            looked_up = self._lookup(self.own, inputs.inputs, sum(inputs.sizes), training)
-            flat = OutputDist.apply(looked_up, local, self.group, self.assembly, inputs.sizes)  # type: ignore[no-untyped-call]
-        if inputs.scales:
-            factors = torch.ones_like(flat)
-            for name, scale in inputs.scales.items():
-                place = self.places[name]
-                factors[:, place.start : place.stop] = scale.repeat_interleave(place.dim, 1)
-            flat = flat * factors
-        return EmbeddingOutput(flat, self.places, inputs.masks)
+            check_unmixed(self.replicas, joined=inputs.joins_replicas)
+        flat = inputs.lookup(training=training)
+        if training and self.gradient_watch is not None:
+            flat.register_hook(self.gradient_watch)  # type: ignore[no-untyped-call]
+        return EmbeddingOutput(flat, self.places, inputs.masks, inputs.wide)
 
-    def begin(self, batch: Batch | Mapping[str, Bag | Tensor] | AnyInput) -> AnyInput:
+    def begin(self, batch: Batch | Mapping[str, Bag | Tensor] | DistributedInput) -> DistributedInput:
         """Start a lookup; pass the result to `forward` in place of the batch, which waits for the vectors.
 
         With static shapes the exchange overlaps with what runs between the two calls, such as layers that need no
@@ -142,19 +123,17 @@ class ShardedCollection(ShardedTables):
         """
         inputs = self._distributed(batch)
         inputs.take(self.device)
-        if isinstance(inputs, StaticInput):
-            inputs.route.begin(inputs, training=self.training and torch.is_grad_enabled())
+        inputs.begin(training=self.training and torch.is_grad_enabled())
         return inputs
 
     room_of = renamed_method("room_of", "wide_rows_of")
 
-    def wide_rows_of(self, inputs: AnyInput) -> WideRows | None:
+    def wide_rows_of(self, inputs: DistributedInput) -> WideRows | None:
         """Return the wider rows that a lookup in flight writes columns of, if the output has margins."""
-        begun = inputs.begun if isinstance(inputs, StaticInput) else None
-        return None if begun is None else begun.wide
+        return inputs.wide_in_flight
 
-    def _distributed(self, batch: Batch | Mapping[str, Bag | Tensor] | AnyInput) -> AnyInput:
-        if isinstance(batch, JaggedInput | StaticInput | DedupInput):
+    def _distributed(self, batch: Batch | Mapping[str, Bag | Tensor] | DistributedInput) -> DistributedInput:
+        if isinstance(batch, DistributedInput):
             return batch
         known = self._kept_keys.take(batch) or self.batches_ahead.take(batch)
         return known or self.exchanges.input_dist(batch)
@@ -181,7 +160,7 @@ class ShardedCollection(ShardedTables):
         for part in self.parts():
             part.settle_rows()
 
-    def distribute(self, batch: Batch | Mapping[str, Bag | Tensor]) -> AnyInput:
+    def distribute(self, batch: Batch | Mapping[str, Bag | Tensor]) -> DistributedInput:
         """Resolve the keys of a batch and run its input_dist ahead; pass the result to `forward` in place of the batch.
 
         On a GPU it runs on a stream of its own and overlaps with the current stream; with dynamic shapes the host waits
@@ -196,14 +175,6 @@ class ShardedCollection(ShardedTables):
             inputs = self.exchanges.input_dist(batch)
             inputs.ready = self._stream.record_event()
         return inputs
-
-    def _lookup(self, part: EmbeddingCollection | None, batch: Batch | None, size: int, training: bool) -> Tensor:
-        if part is None or batch is None:
-            # Backward exchanges gradients on every rank, so every rank's output requires a gradient.
-            empty = torch.empty(size, 0, dtype=self.output_dtype, device=self.device)
-            return empty.requires_grad_(training)
-        flat: Tensor = part(batch).flat
-        return flat if flat.requires_grad or not training else flat.detach().requires_grad_()
 
     def key_records(self) -> list[Tensor]:
         """Return the records that recorded lookups write; see `EmbeddingCollection.key_records`."""

@@ -25,8 +25,8 @@ from viviane.embedding.table_storage import RowGradients, StorageLookup
 from viviane.ops.embedding_bag import gather_rows, pool_rows
 from viviane.ops.row_update import Entries, sum_rows
 from viviane.parallel.dedup_layout import Lookups, Width, lay_out_widths
-from viviane.parallel.jagged_exchange import JaggedExchange, take_over
-from viviane.parallel.keys import KeyResolver
+from viviane.parallel.distributed_input import DistributedInput, batch_tensors, scaled
+from viviane.parallel.jagged_exchange import JaggedExchange, look_up
 from viviane.parallel.sharded_tables import ShardedTables
 
 
@@ -47,17 +47,16 @@ class DedupWidthInput:
     rows: tuple[Tensor, ...]
 
 
-@dataclass
-class DedupInput:
-    """The result of input_dist: the rows requested from this rank, and the rest of its local batch.
+@dataclass(kw_only=True)
+class DedupInput(DistributedInput):
+    """The result of an input_dist with a dedup stage.
 
     Args:
         route: the exchange.
         size: B.
         widths: requested rows, by width of the tables.
         local: ids of the local batch for replicated tables.
-        scales, masks: of "concat" features.
-        ready: an event on the stream that computed it; None: the current stream.
+        scales: of "concat" features.
     """
 
     route: DedupExchange
@@ -65,16 +64,15 @@ class DedupInput:
     widths: tuple[DedupWidthInput, ...]
     local: Batch
     scales: Mapping[str, Tensor]
-    masks: Mapping[str, Tensor]
-    ready: torch.cuda.Event | None = None
 
-    def take(self, device: torch.device) -> None:
-        """Let the current stream wait for the stream that computed it, and keep its memory for the current stream."""
+    def tensors(self) -> list[Tensor]:
+        """Return all tensors that input_dist made."""
         some = [one for width in self.widths for one in (*width.rows, *width.lookups.tensors())]
-        for bag in self.local.bags.values():
-            some += [bag.values, bag.offsets] + ([] if bag.weights is None else [bag.weights])
-        take_over(self.ready, [*some, self.local.one_hot, *self.scales.values(), *self.masks.values()], device)
-        self.ready = None
+        return [*some, *batch_tensors(self.local), *self.scales.values(), *self.masks.values()]
+
+    def lookup(self, *, training: bool) -> Tensor:
+        """Return the output (B, W)."""
+        return self.route.lookup(self, training=training)
 
 
 class DedupExchange:
@@ -82,13 +80,12 @@ class DedupExchange:
 
     Args:
         sharded: the collection.
-        resolver: of the batch's keys.
-        route: the jagged exchange of such batches, which serves replicated tables.
+        route: the jagged exchange of such batches, which resolves keys and serves replicated tables.
     """
 
-    def __init__(self, sharded: ShardedTables, resolver: KeyResolver, route: JaggedExchange) -> None:
-        self.group, self._sharded, self._route, self._resolve = sharded.group, sharded, route, resolver
-        self.widths = lay_out_widths(self.group, sharded.pieces, resolver, sharded.own, sharded.device)
+    def __init__(self, sharded: ShardedTables, route: JaggedExchange) -> None:
+        self.group, self._sharded, self._route = sharded.group, sharded, route
+        self.widths = lay_out_widths(self.group, sharded.pieces, route.resolve, sharded.own, sharded.device)
         storages = [] if sharded.own is None else sharded.own.fixed_storages()
         rank, n = self.group.rank, self.group.size
         # Storages of this rank by width, and the number of slots of each width on every rank.
@@ -108,9 +105,9 @@ class DedupExchange:
 
     # Ids ----------------------------------------------------------------------------------------------------
 
-    def input_dist(self, keys: Keys) -> DedupInput:
-        """Resolve the keys of the local batch and request the distinct rows from the ranks that hold them."""
-        found = self._resolve(keys)
+    def input_dist(self, keys: Keys, *, ahead: bool = False) -> DedupInput:
+        """Request the distinct rows of the local batch from the ranks that hold them; `ahead` makes no difference."""
+        found = self._route.resolve(keys)
         looked = [width.dedup(found) for width in self.widths]
         # The only wait for a GPU: the number of rows of each slot, in the order of ranks.
         counts = torch.cat([one.counts for one in looked]).tolist() if looked else []
@@ -126,7 +123,10 @@ class DedupExchange:
             given, came = tuple(sum(own[i]) for own in inputs), tuple(tuple(own[i]) for own in taken)
             rows = self.group.all_to_all(width.rows_of(one), given, [sum(own) for own in came])
             widths.append(DedupWidthInput(one.lookups, given, came, tuple(_by_storage(rows, came))))
-        return DedupInput(self, keys.size, tuple(widths), self._route.local(found), found.scales, found.masks)
+        return DedupInput(
+            route=self, size=keys.size, widths=tuple(widths), local=self._route.local(found), scales=found.scales,
+            masks=found.masks,
+        )  # fmt: skip
 
     def _exchange_counts(self, inputs: Sequence[Sequence[Sequence[int]]]) -> list[list[list[int]]]:
         """Exchange how many rows are requested from each slot; return the counts for this rank's slots."""
@@ -138,17 +138,13 @@ class DedupExchange:
 
     # Vectors ------------------------------------------------------------------------------------------------
 
-    def lookup(self, inputs: DedupInput, local: Tensor, *, training: bool) -> Tensor:
-        """Return the output (B, W); in training its gradient updates the tables.
-
-        Args:
-            inputs: of this exchange.
-            local: vectors of replicated tables, (B, their columns).
-            training: whether a backward pass may follow.
-        """
+    def lookup(self, inputs: DedupInput, *, training: bool) -> Tensor:
+        """Return the output (B, W); in training its gradient updates the tables."""
+        own = self._sharded
+        local = look_up(own, own.replicas, inputs.local, inputs.size, training)
         anchor = torch.empty(0, device=local.device, requires_grad=training)
         out: Tensor = DedupLookup.apply(local, anchor, self, inputs)  # type: ignore[no-untyped-call]
-        return out
+        return scaled(out, inputs.scales, own.places)
 
     def output_dist(self, inputs: DedupInput, local: Tensor, *, training: bool) -> Tensor:
         """Send the requested rows, and pool the received ones."""

@@ -7,22 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import Any, TypeAlias
+from typing import Any
 
 from torch import Tensor
 
 from viviane.batch import Bag, Batch
 from viviane.core.errors import VivianeError
 from viviane.embedding.batch_keys import Keys, read_keys
-from viviane.parallel.dedup_exchange import DedupExchange, DedupInput
-from viviane.parallel.group import Group
-from viviane.parallel.jagged_exchange import JaggedExchange, JaggedInput, exchange_sizes, exchange_sizes_ahead
-from viviane.parallel.keys import KeyResolver, Resolved
+from viviane.parallel.dedup_exchange import DedupExchange
+from viviane.parallel.distributed_input import DistributedInput, Exchange
+from viviane.parallel.jagged_exchange import JaggedExchange, JaggedInput, exchange_sizes_ahead
+from viviane.parallel.keys import Resolved
 from viviane.parallel.sharded_tables import ShardedTables
-from viviane.parallel.static_exchange import StaticExchange, StaticInput
+from viviane.parallel.static_exchange import StaticExchange
 from viviane.parallel.static_keys import check_sizes, fixed_hotness
 
-AnyInput: TypeAlias = JaggedInput | StaticInput | DedupInput
 _MAX_UNCHECKED = 64  # batches whose key errors on the GPU have not been read
 
 
@@ -44,22 +43,18 @@ class Exchanges:
         self.static: dict[tuple[Any, ...], StaticExchange] = {}
         self.dedup: dict[tuple[str, ...], DedupExchange] = {}
 
-    def input_dist(self, batch: Batch | Mapping[str, Bag | Tensor], *, ahead: bool = False) -> AnyInput:
+    def input_dist(self, batch: Batch | Mapping[str, Bag | Tensor], *, ahead: bool = False) -> DistributedInput:
         """Send the ids of a batch to the ranks that hold their rows. Collective.
 
         Args:
             batch: the local batch.
-            ahead: see `StaticExchange.input_dist`.
+            ahead: see `Exchange.input_dist`.
         """
         sharded = self._sharded
         if len(sharded.violations) >= _MAX_UNCHECKED:
             sharded.check()
         keys = read_keys(batch, sharded.features, sharded.device, sharded.violations)
-        if sharded.deduplicate_ids:
-            return self._dedup_exchange(keys.one_hot_names).input_dist(keys)
-        size = sharded.batch_size if sharded.training else None
-        fixed = None if size is None else self._static_exchange(keys, size)
-        return self._jagged_input(keys, size) if fixed is None else fixed.input_dist(keys, ahead=ahead)
+        return self._exchange(keys).input_dist(keys, ahead=ahead)
 
     def input_dist_ahead(self, batch: Batch | None) -> JaggedInput | None:
         """Run the input_dist of a batch with dynamic shapes whose lookup comes later. Collective.
@@ -81,7 +76,7 @@ class Exchanges:
         sizes = exchange_sizes_ahead(sharded.group, list(sharded.features), size, found)
         if sizes is None or found is None or route is None:
             return None
-        return _jagged_input(sharded.group, route, found, sizes, {})
+        return route.exchanged(found, sizes, {})
 
     def open_peers(self) -> str | None:
         """Use peer memory for captured batches of the current size; return the reason if that is impossible."""
@@ -111,13 +106,14 @@ class Exchanges:
         finally:
             self._sharded.uses_peers = False
 
-    def _jagged_input(self, keys: Keys, size: int | None) -> JaggedInput:
-        sharded, route = self._sharded, self._jagged_exchange(keys.one_hot_names)
-        group, found = sharded.group, route.resolve(keys)
-        sizes = [0 if size is None else size] * group.size
-        if size is None:
-            sizes = exchange_sizes(group, list(sharded.features), keys.size, found)
-        return _jagged_input(group, route, found, sizes, {} if size is None else sharded.hotness)
+    def _exchange(self, keys: Keys) -> Exchange:
+        sharded = self._sharded
+        if sharded.deduplicate_ids:
+            return self._dedup_exchange(keys.one_hot_names)
+        static = None
+        if sharded.batch_size is not None and sharded.training:
+            static = self._static_exchange(keys, sharded.batch_size)
+        return static or self._jagged_exchange(keys.one_hot_names)
 
     def _static_exchange(self, keys: Keys, size: int) -> StaticExchange | None:
         """Return the exchange for static shapes, or None if the shapes of this batch are dynamic."""
@@ -133,22 +129,10 @@ class Exchanges:
 
     def _jagged_exchange(self, one_hot: tuple[str, ...]) -> JaggedExchange:
         if one_hot not in self.jagged:
-            sharded = self._sharded
-            resolver = KeyResolver(
-                sharded.features, sharded.tables, one_hot, sharded.violations, sharded.device, sharded.row_dtype
-            )
-            self.jagged[one_hot] = JaggedExchange(resolver, sharded.pieces, sharded.group, sharded.device)
+            self.jagged[one_hot] = JaggedExchange(self._sharded, one_hot)
         return self.jagged[one_hot]
 
     def _dedup_exchange(self, one_hot: tuple[str, ...]) -> DedupExchange:
         if one_hot not in self.dedup:
-            route = self._jagged_exchange(one_hot)
-            self.dedup[one_hot] = DedupExchange(self._sharded, route.resolve, route)
+            self.dedup[one_hot] = DedupExchange(self._sharded, self._jagged_exchange(one_hot))
         return self.dedup[one_hot]
-
-
-def _jagged_input(
-    group: Group, route: JaggedExchange, found: Resolved, sizes: list[int], hotness: Mapping[str, int]
-) -> JaggedInput:
-    inputs = route.exchange(group, found, sizes, hotness)
-    return JaggedInput(inputs, route.local(found), sizes, found.scales, found.masks)

@@ -10,49 +10,41 @@ from torch import Tensor
 
 from viviane.batch import Bag, Batch, Layout
 from viviane.core.errors import DataError
-from viviane.parallel.exchange import exchange_bags, exchange_singles
+from viviane.embedding import EmbeddingCollection
+from viviane.embedding.batch_keys import Keys
+from viviane.parallel.distributed_input import DistributedInput, batch_tensors, scaled
+from viviane.parallel.exchange import OutputDist, exchange_bags, exchange_singles
 from viviane.parallel.feature_shards import FeatureShard
 from viviane.parallel.group import Group
 from viviane.parallel.keys import KeyResolver, Resolved, ShardRows
+from viviane.parallel.sharded_tables import ShardedTables
 
 
-@dataclass
-class JaggedInput:
-    """The result of input_dist: the lookups of this rank's shards, and the rest of its local batch.
+@dataclass(kw_only=True)
+class JaggedInput(DistributedInput):
+    """The result of a jagged input_dist.
 
     Args:
+        route: the exchange.
         inputs: ids for this rank's shards, of all local batches one after another.
         local: ids of the local batch for replicated tables.
         sizes: rows of every rank's local batch.
-        scales, masks: of "concat" features.
-        ready: an event on the stream that computed it; None: the current stream.
+        scales: of "concat" features.
     """
 
+    route: JaggedExchange
     inputs: Batch
     local: Batch
     sizes: list[int]
     scales: Mapping[str, Tensor]
-    masks: Mapping[str, Tensor]
-    ready: torch.cuda.Event | None = None
 
-    def take(self, device: torch.device) -> None:
-        """Let the current stream wait for the stream that computed it, and keep its memory for the current stream."""
-        batches = (self.inputs, self.local)
-        tensors = [one for batch in batches for bag in batch.bags.values() for one in (bag.values, bag.offsets)]
-        tensors += [bag.weights for batch in batches for bag in batch.bags.values() if bag.weights is not None]
-        tensors += [batch.one_hot for batch in batches] + [*self.scales.values(), *self.masks.values()]
-        take_over(self.ready, tensors, device)
-        self.ready = None
+    def tensors(self) -> list[Tensor]:
+        """Return all tensors that input_dist made."""
+        return [*batch_tensors(self.inputs), *batch_tensors(self.local), *self.scales.values(), *self.masks.values()]
 
-
-def take_over(ready: torch.cuda.Event | None, tensors: Sequence[Tensor], device: torch.device) -> None:
-    """Let the current stream wait for an event, and keep tensors alive until it has finished with them."""
-    if ready is None:
-        return
-    stream = torch.cuda.current_stream(device)
-    stream.wait_event(ready)
-    for one in tensors:
-        one.record_stream(stream)
+    def lookup(self, *, training: bool) -> Tensor:
+        """Return the output (B, W)."""
+        return self.route.lookup(self, training=training)
 
 
 def exchange_sizes(group: Group, features: Sequence[str], size: int, found: Resolved) -> list[int]:
@@ -101,11 +93,17 @@ def _size_and_kinds(features: Sequence[str], size: int, found: Resolved | None) 
 
 
 class JaggedExchange:
-    """The exchange of one kind of batch: its feature shards with one-hot ids and with bags, by rank."""
+    """The exchange of one kind of batch: its feature shards with one-hot ids and with bags, by rank.
 
-    def __init__(
-        self, resolver: KeyResolver, pieces: Sequence[FeatureShard], group: Group, device: torch.device
-    ) -> None:
+    Args:
+        sharded: the collection.
+        one_hot: names of the one-hot columns.
+    """
+
+    def __init__(self, sharded: ShardedTables, one_hot: tuple[str, ...]) -> None:
+        self._sharded, self._group = sharded, sharded.group
+        pieces, group, device = sharded.pieces, sharded.group, sharded.device
+        resolver = KeyResolver(sharded.features, sharded.tables, one_hot, sharded.violations, device, sharded.row_dtype)
         self.resolve = resolver
 
         def is_single(piece: FeatureShard) -> bool:
@@ -118,10 +116,38 @@ class JaggedExchange:
         self._local_singles = Singles([[p for p in here if is_single(p)]], resolver, device)
         self._local_bags = [p for p in here if not is_single(p)]
         self._rows = {p: ShardRows([p], device) for own in [*self._bags, self._local_bags] for p in own}
-        self._rank = group.rank
 
-    def exchange(self, group: Group, found: Resolved, sizes: Sequence[int], hotness: Mapping[str, int]) -> Batch:
+    def input_dist(self, keys: Keys, *, ahead: bool = False) -> JaggedInput:
+        """Exchange ids, and sizes before them where the batch size is not fixed; `ahead` makes no difference."""
+        own, found = self._sharded, self.resolve(keys)
+        if own.batch_size is not None and own.training:
+            return self.exchanged(found, [own.batch_size] * self._group.size, own.hotness)
+        return self.exchanged(found, exchange_sizes(self._group, list(own.features), keys.size, found), {})
+
+    def exchanged(self, found: Resolved, sizes: list[int], hotness: Mapping[str, int]) -> JaggedInput:
+        """Exchange the ids of local batches of known sizes.
+
+        Args:
+            found: the resolved keys of the local batch.
+            sizes: rows of every rank's local batch.
+            hotness: number of ids of every bag, by feature, if constant.
+        """
+        inputs = self._exchange(found, sizes, hotness)
+        return JaggedInput(
+            route=self, inputs=inputs, local=self.local(found), sizes=sizes, scales=found.scales, masks=found.masks
+        )
+
+    def lookup(self, inputs: JaggedInput, *, training: bool) -> Tensor:
+        """Return the output (B, W); in training its gradient updates the tables."""
+        own, sizes = self._sharded, inputs.sizes
+        local = look_up(own, own.replicas, inputs.local, sizes[self._group.rank], training)
+        looked_up = look_up(own, own.own, inputs.inputs, sum(sizes), training)
+        flat = OutputDist.apply(looked_up, local, self._group, own.assembly, sizes)  # type: ignore[no-untyped-call]
+        return scaled(flat, inputs.scales, own.places)
+
+    def _exchange(self, found: Resolved, sizes: Sequence[int], hotness: Mapping[str, int]) -> Batch:
         """Return the ids of all local batches for this rank's shards, as one batch."""
+        group = self._group
         rows = exchange_singles(group, self._singles.rows(found.singles), self._singles.counts, sizes)
         pieces = [piece for own in self._bags for piece in own]
         bags = [self._bag(piece, found) for piece in pieces]
@@ -129,7 +155,7 @@ class JaggedExchange:
         fixed = [hotness.get(piece.feature.name) for piece in pieces]
         counts = [len(own) for own in self._bags]
         taken = exchange_bags(group, bags, counts, sizes, weighted, fixed) if pieces else []
-        return _batch(self._singles.pieces[self._rank], rows, self._bags[self._rank], taken)
+        return _batch(self._singles.pieces[group.rank], rows, self._bags[group.rank], taken)
 
     def local(self, found: Resolved) -> Batch:
         """Return the ids of the local batch for replicated tables."""
@@ -139,6 +165,18 @@ class JaggedExchange:
     def _bag(self, piece: FeatureShard, found: Resolved) -> Bag:
         bag = found.bags[piece.feature.name]
         return Bag(self._rows[piece](bag.values, 0), bag.offsets, bag.weights)
+
+
+def look_up(
+    sharded: ShardedTables, part: EmbeddingCollection | None, batch: Batch, size: int, training: bool
+) -> Tensor:
+    """Return the vectors of a collection's part for a batch of `size` rows; (size, 0) where a rank has no such part."""
+    if part is None:
+        # Backward exchanges gradients on every rank, so every rank's output requires a gradient.
+        empty = torch.empty(size, 0, dtype=sharded.output_dtype, device=sharded.device)
+        return empty.requires_grad_(training)
+    flat: Tensor = part(batch).flat
+    return flat if flat.requires_grad or not training else flat.detach().requires_grad_()
 
 
 class Singles:

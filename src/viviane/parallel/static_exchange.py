@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -23,8 +23,8 @@ from viviane.embedding.table_storage import StorageLookup
 from viviane.ops.capture import URGENT, branch, refuse_capture
 from viviane.ops.embedding_bag import gather_rows
 from viviane.ops.wire_blocks import cut_blocks, has_whole_rows, join_blocks, pack_rows, pool_columns
+from viviane.parallel.distributed_input import DistributedInput
 from viviane.parallel.group import Group
-from viviane.parallel.jagged_exchange import take_over
 from viviane.parallel.peer_exchange import PeerExchange, Regions
 from viviane.parallel.peers import open_peer_memory
 from viviane.parallel.replicas import ReplicaSum
@@ -51,9 +51,9 @@ class LookupInFlight:
     wide: WideRows | None
 
 
-@dataclass
-class StaticInput:
-    """The result of input_dist: the lookups of this rank's shards, and the rest of its local batch.
+@dataclass(kw_only=True)
+class StaticInput(DistributedInput):
+    """The result of an input_dist with static shapes.
 
     Args:
         route: the exchange.
@@ -61,32 +61,39 @@ class StaticInput:
         local: row numbers for replicated tables, (B, C) for each storage.
         factors: (B, S), or None: factors of the output's segments.
         weights: for each local storage, (B, C), or None.
-        masks: of "concat" features.
-        ready: an event on the stream that computed it; None: the current stream.
         begun: the lookup in flight.
         peers: the peer-memory exchange that sent it; None: collectives.
-        wide: the wider rows that the output is columns of; see `LookupInFlight`.
         unsorted: lookups whose rows are sorted during grad_dist.
     """
+
+    joins_replicas: ClassVar[bool] = True
 
     route: StaticExchange
     inputs: tuple[Tensor, ...]
     local: tuple[Tensor, ...]
     factors: Tensor | None
     weights: tuple[Tensor | None, ...]
-    masks: Mapping[str, Tensor]
-
-    ready: torch.cuda.Event | None = None
     begun: LookupInFlight | None = None
     peers: PeerExchange | None = None
-    wide: WideRows | None = None
     unsorted: list[StorageLookup] = field(default_factory=list)
 
-    def take(self, device: torch.device) -> None:
-        """Let the current stream wait for the stream that computed it, and keep its memory for the current stream."""
+    def tensors(self) -> list[Tensor]:
+        """Return all tensors that input_dist made."""
         some = [*self.inputs, *self.local, self.factors, *self.weights, *self.masks.values()]
-        take_over(self.ready, [one for one in some if one is not None], device)
-        self.ready = None
+        return [one for one in some if one is not None]
+
+    def begin(self, *, training: bool) -> None:
+        """Look up the ids that all ranks sent to this one, and start output_dist."""
+        self.route.begin(self, training=training)
+
+    @property
+    def wide_in_flight(self) -> WideRows | None:
+        """The wider rows that the lookup in flight writes columns of, if the output has margins."""
+        return None if self.begun is None else self.begun.wide
+
+    def lookup(self, *, training: bool) -> Tensor:
+        """Return the output (B, W)."""
+        return self.route.lookup(self, training=training)
 
 
 class StaticExchange:
@@ -153,7 +160,10 @@ class StaticExchange:
                 found = self.resolve(keys)
                 factors, weights = self._factors(found.shares)
                 peers.send_ids(found.rows)
-            return StaticInput(self, peers.ids, peers.local_ids, factors, weights, found.masks, peers=peers)
+            return StaticInput(
+                route=self, inputs=peers.ids, local=peers.local_ids, factors=factors, weights=weights,
+                masks=found.masks, peers=peers,
+            )  # fmt: skip
         layout, size, n = self.layout, self.size, self.group.size
         found = self.resolve(keys)
         factors, weights = self._factors(found.shares)
@@ -167,7 +177,10 @@ class StaticExchange:
         )
         local = torch.split(blocks[sent:], [size * count for count in layout.counts[n:]])
         inputs = self._split(taken().view(n * size, mine))
-        return StaticInput(self, inputs, tuple(one.view(size, -1) for one in local), factors, weights, found.masks)
+        return StaticInput(
+            route=self, inputs=inputs, local=tuple(one.view(size, -1) for one in local), factors=factors,
+            weights=weights, masks=found.masks,
+        )  # fmt: skip
 
     def _take_peers(self) -> PeerExchange | None:
         """Return the peer-memory exchange for a capture: its memory exists once, so one batch can use it."""
