@@ -95,8 +95,7 @@ def measure(
     model: str = "ctr",
 ) -> None:
     """Put a server under load; `pid` is its process, where its processor time is to be recorded."""
-    beyond = BEYOND if model == "ctr" else ()
-    settings = LoadSettings(url=url, protocol=protocol, model=model, concurrency=(1, 16, 64), rates=beyond,
+    settings = LoadSettings(url=url, protocol=protocol, model=model, concurrency=(1, 16, 64), rates=BEYOND,
                             seconds=seconds, processes=PROCESSES)  # fmt: skip
     used = [0.0 if pid is None else processor_s(pid)]
 
@@ -119,7 +118,7 @@ def measure(
     best = max(phase.throughput for phase in several)
     spent = [after - before for before, after in pairwise(used)]
     per_s = [phase.answered / max(taken, 0.01) for phase, taken in zip(phases, spent, strict=True)]
-    for factor, phase, rate in zip(beyond, phases[3:], per_s[3:], strict=True):
+    for factor, phase, rate in zip(BEYOND, phases[3:], per_s[3:], strict=True):
         arrivals = f"arrivals at {-factor:g} times the best rate"
         record(bench="serving_servers", case=case, metric=f"{arrivals}: answers, share of the best",
                value=phase.throughput / best, unit="", better="higher", goal=0.9, shape=SHAPE)  # fmt: skip
@@ -204,7 +203,9 @@ def triton_server(model: Path, folder: Path, seconds: float, alone: tuple[float,
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--small", action="store_true", help="a second a phase")
-    seconds = 1.0 if parser.parse_args().small else 5.0
+    parser.add_argument("--server", choices=("local", "triton"), help="one server; default: both")
+    arguments = parser.parse_args()
+    seconds = 1.0 if arguments.small else 5.0
     torch.set_num_threads(1)
     os.sched_setaffinity(0, SENDING)
     assert threading.active_count() == 1  # a process is forked
@@ -215,7 +216,10 @@ def main() -> None:
             statistics.median(one) for one in zip(*(session_ms(model, seconds / 2) for _ in range(3)), strict=True)
         )
         print("session alone, ms:", alone)
-        local_server(model, seconds, alone)
+        if arguments.server != "triton":
+            local_server(model, seconds, alone)
+        if arguments.server == "local":
+            return
         try:
             TritonEnvironment.find()
         except MissingExtraError as error:
