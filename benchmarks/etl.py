@@ -4,9 +4,9 @@ python benchmarks/etl.py [--small] [--rows N] [--threads N] [--peer NAME] [--big
 
 All learn on the first 80% of the rows (fill 0, ln(1 + x), categories seen 6 times or more get ids by falling count) and
 write three Parquet parts; the ids are compared. Each runs in a fresh process, up to a million rows seven times, all in
-turns, of which the medians are kept; Spark is local[threads], heap 4 GB. Peak memory is that of a process and all its
-children together. Peers that are not installed are left out. The modules of a checkout are compiled beforehand, as
-those of an installed package are.
+turns, of which the medians are kept; Spark is local[threads], heap 4 GB. Up to a million rows `viviane etl` runs, too,
+beside Python's `run`. Peak memory is that of a process and all its children together. Peers that are not installed are
+left out. The modules of a checkout are compiled beforehand, as those of an installed package are.
 
 --big runs 20 million rows x 40 columns with a memory limit of 4 GiB instead, and fails when the process took more.
 """
@@ -27,6 +27,7 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
+from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -54,6 +55,14 @@ import sys
 from viviane.etl import run
 raw, out, threads, limit = sys.argv[1:]
 run("criteo", raw, out, split="rows:train=0.8,valid=0.1,test=0.1", threads=int(threads), memory_limit=limit)
+"""
+COMMAND = """
+import sys
+from viviane.__main__ import main
+raw, out, threads, limit = sys.argv[1:]
+options = ["--preset", "criteo", "--split", "rows:train=0.8,valid=0.1,test=0.1", "--quiet"]
+sys.argv = ["viviane", "etl", raw, "--output", out, "--threads", threads, "--memory-limit", limit, *options]
+main()
 """
 
 
@@ -169,11 +178,15 @@ def compile_modules() -> None:
         compileall.compile_dir(folder, quiet=1)
 
 
-def in_turns(folder: Path, raw: Path, threads: int, peers: Sequence[Peer], rounds: int) -> dict[str, list[Measured]]:
+def in_turns(
+    folder: Path, raw: Path, threads: int, own: dict[str, str], peers: Sequence[Peer], rounds: int
+) -> dict[str, list[Measured]]:
     """Run all programs in turns, ours first: the first of all reads libraries that no cache has."""
-    found: dict[str, list[Measured]] = {name: [] for name in ("viviane", *(one.name for one in peers))}
+    found: dict[str, list[Measured]] = {name: [] for name in (*own, *(one.name for one in peers))}
     for _ in range(rounds):
-        found["viviane"].append(measured(VIVIANE, str(raw), str(folder / "ours"), str(threads), "4GB"))
+        for name, program in own.items():
+            shutil.rmtree(folder / "ours", ignore_errors=True)
+            found[name].append(measured(program, str(raw), str(folder / "ours"), str(threads), "4GB"))
         for peer in peers:
             theirs = folder / peer.module
             found[peer.name].append(measured(peer.program, str(raw), str(theirs), str(threads)))
@@ -189,18 +202,19 @@ def compare(folder: Path, rows: int, threads: int, peers: Sequence[Peer]) -> Non
     raw, shape = folder / "raw.tsv", {"rows": rows, "dense": 13, "categorical": 26, "threads": threads}
     generate_apart(raw, rows)
     small = rows <= SMALL_ROWS
-    found = in_turns(folder, raw, threads, peers, SMALL_ROUNDS if small else 1)
-    for peer in peers:
+    own = {"": VIVIANE, " by `viviane etl`": COMMAND} if small else {"": VIVIANE}
+    found = in_turns(folder, raw, threads, own, peers, SMALL_ROUNDS if small else 1)
+    for peer, way in product(peers, own):
         (seconds, cpu, peak), (its, its_cpu, its_peak) = (
-            (float(np.median([one.seconds for one in own])), float(np.median([one.cpu_seconds for one in own])),
-             max(one.peak for one in own))
-            for own in (found["viviane"], found[peer.name])
+            (float(np.median([one.seconds for one in runs])), float(np.median([one.cpu_seconds for one in runs])),
+             max(one.peak for one in runs))
+            for runs in (found[way], found[peer.name])
         )  # fmt: skip
         pandas = peer.name == "pandas"  # the goals are set against it
         has_goal = peer.name == "Polars" and small
-        case = "criteo text to Parquet" + ("" if pandas else f", beside {peer.name}")
+        case = f"criteo text to Parquet{way}" + ("" if pandas else f", beside {peer.name}")
         shared = {"bench": "etl", "case": case, "peer": peer.name, "shape": shape}
-        times = [one.seconds for one in found["viviane"]]
+        times = [one.seconds for one in found[way]]
         record(
             metric="time", value=seconds, unit="s", better="lower", peer_value=its, spread=(min(times), max(times)),
             goal=its / GOAL_TIMES_FASTER if pandas else its if has_goal else None, **shared,
