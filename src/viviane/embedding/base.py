@@ -94,7 +94,10 @@ class TableCollection(nn.Module, ABC):
     def begin_step(
         self, lr: float | Tensor, scale: float | Tensor, factor: float | Tensor, gate: Tensor | None
     ) -> Callable[[], None]:
-        """Do what `step` does, without its check; call what is returned: it waits for updates that run concurrently."""
+        """Do what `step` does, without its check, under `torch.no_grad`.
+
+        Call what is returned: it waits for updates that run concurrently.
+        """
 
     @abstractmethod
     def discard_gradients(self) -> None:

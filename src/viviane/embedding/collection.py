@@ -455,13 +455,13 @@ class EmbeddingCollection(LocalCollection):
             compiled_step(self._number, lr, scale, factor)
             return
         self.check()
-        self.begin_step(lr, scale, factor, gate)()
+        with torch.no_grad():
+            self.begin_step(lr, scale, factor, gate)()
 
-    @torch.no_grad()
     def begin_step(
         self, lr: float | Tensor, scale: float | Tensor, factor: float | Tensor, gate: Tensor | None
     ) -> Callable[[], None]:
-        """Do what `step` does, without its check; call what is returned: it waits for updates that run concurrently."""
+        """Do what `step` does, without its check, under `torch.no_grad`; see `TableCollection.begin_step`."""
         device = self.device
         return begin_updates(
             self._storages, device, f"update {self._number}", lambda one: one.step(lr, factor, scale, gate)

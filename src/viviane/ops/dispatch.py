@@ -25,6 +25,7 @@ from viviane.core.optional import triton_loads
 
 CHOICES = ("auto", "reference", "cpu", "gpu")
 VARIABLE = "VIVIANE_OPS"
+_from_environment = os.environ.get(VARIABLE, "auto")  # once: a step asks several times
 _LIBRARY = {"cpu": "numba", "gpu": "triton"}
 _chosen: ContextVar[str | None] = ContextVar("viviane_ops", default=None)
 
@@ -51,12 +52,12 @@ def use_implementation(name: str) -> Iterator[None]:
 def choose(device: torch.device) -> str:
     """Return the implementation for tensors on a device: the user's choice, else "cpu" or "gpu".
 
-    The choice is that of `use_implementation`, else of the environment variable VIVIANE_OPS.
+    The choice is that of `use_implementation`, else of the environment variable VIVIANE_OPS when this was imported.
 
     Raises:
         ConfigError: the choice does not run on that device.
     """
-    name = _chosen.get() or os.environ.get(VARIABLE, "auto")
+    name = _chosen.get() or _from_environment
     own = "gpu" if device.type == "cuda" else "cpu"
     if name == "auto":
         return own
@@ -78,7 +79,7 @@ def reason(device: torch.device, operation: str | None = None) -> str:
         device: of the tensors.
         operation: its folder's name; without a file for CPUs, plain torch is used there.
     """
-    chosen = _chosen.get() or os.environ.get(VARIABLE, "auto")
+    chosen = _chosen.get() or _from_environment
     if chosen == "auto":
         if device.type == "cuda":
             return "Triton, for GPUs"
@@ -95,7 +96,7 @@ def kernels_serve(device: torch.device) -> bool:
         >>> kernels_serve(torch.device("cpu"))
         False
     """
-    if (_chosen.get() or os.environ.get(VARIABLE, "auto")) == "auto":  # several times per step
+    if (_chosen.get() or _from_environment) == "auto":
         return device.type == "cuda"
     return choose(device) == "gpu"
 
@@ -116,7 +117,7 @@ def interpreted() -> bool:
 
 def implementation(operation: str, device: torch.device) -> ModuleType:
     """Return the module that serves an operation, such as "embedding_bag", on a device."""
-    if (_chosen.get() or os.environ.get(VARIABLE, "auto")) == "auto":  # several times per step
+    if (_chosen.get() or _from_environment) == "auto":
         return load(operation, "gpu" if device.type == "cuda" else "cpu")
     return load(operation, choose(device))
 

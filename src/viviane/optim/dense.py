@@ -12,10 +12,11 @@ defines where the gradient of a dense weight is.
 from __future__ import annotations
 
 import inspect
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
+from itertools import compress
+from operator import attrgetter
 from types import MappingProxyType
-from typing import Any, overload
+from typing import Any, Final, overload
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +27,9 @@ from viviane.core.errors import ConfigError, NumericsError
 from viviane.ops.capture import is_capturing
 from viviane.ops.dense_update import Workspace, move_tensors
 from viviane.ops.rules import DenseNumbers, DenseRule, rule_of
+
+_KIND: Final = attrgetter("device", "dtype")
+_IS_SPARSE: Final = attrgetter("is_sparse")
 
 
 class DenseOptimizer(torch.optim.Optimizer):
@@ -97,15 +101,14 @@ class DenseOptimizer(torch.optim.Optimizer):
     def update(self, scale: float | Tensor = 1.0) -> None:
         """Do what `step` does, without the range of torch's profiler around it, which takes longer than small updates.
 
-        `step` itself is called where it has hooks, is replaced, or a profiler is active.
+        `step` itself is called where it has hooks, is replaced, or a profiler is active. Call it under `torch.no_grad`.
         """
         hooks = self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks
         hooks = hooks or _global_optimizer_pre_hooks or _global_optimizer_post_hooks
         if hooks or "step" in vars(self) or torch.autograd.profiler._is_profiler_enabled:  # of whichever thread
             self.step(scale=scale)
         else:
-            with torch.no_grad():
-                self._update(scale)
+            self._update(scale)
 
     @overload
     def step(self, closure: None = None, *, scale: float | Tensor = 1.0) -> None: ...
@@ -128,19 +131,19 @@ class DenseOptimizer(torch.optim.Optimizer):
 
     def _update(self, scale: float | Tensor) -> None:
         """Count a step of each group, and move its parameters by device and type."""
+        beside = self.beside
         for place, group in enumerate(self.param_groups):
-            kinds: dict[tuple[torch.device, torch.dtype], list[tuple[Tensor, Tensor]]] = defaultdict(list)
-            for param in group["params"]:
-                gradient = self.beside.get(param) if self.beside else None
-                if gradient is None:
-                    gradient = param.grad
-                if gradient is not None:
-                    kinds[param.device, param.dtype].append((param, gradient))
-            if not kinds:
+            params = group["params"]
+            given = [beside.get(one, one.grad) for one in params] if beside else [one.grad for one in params]
+            moved = [one for one, gradient in zip(params, given, strict=True) if gradient is not None]
+            gradients = [one for one in given if one is not None]
+            if not moved:
                 continue
             group["step"] += 1
-            for pairs in kinds.values():
-                self._move([param for param, _ in pairs], [one for _, one in pairs], place, group, scale)
+            kinds = [*map(_KIND, moved)]
+            for kind in dict.fromkeys(kinds):
+                inside = [one == kind for one in kinds]
+                self._move([*compress(moved, inside)], [*compress(gradients, inside)], place, group, scale)
 
     def _move(
         self,
@@ -151,7 +154,7 @@ class DenseOptimizer(torch.optim.Optimizer):
         scale: float | Tensor,
     ) -> None:
         """Update parameters of one device and type."""
-        if any(one.is_sparse for one in gradients):
+        if any(map(_IS_SPARSE, gradients)):
             raise NumericsError("a dense optimizer got a sparse gradient", fix="use viviane.EmbeddingCollection")
         names = self.rule.states
         kept = []

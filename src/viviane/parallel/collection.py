@@ -191,11 +191,10 @@ class ShardedCollection(ShardedTables):
             self.check()
         self.begin_step(lr, scale, factor, gate)()
 
-    @torch.no_grad()
     def begin_step(
         self, lr: float | Tensor, scale: float | Tensor, factor: float | Tensor, gate: Tensor | None
     ) -> Callable[[], None]:
-        """Do what `step` does, without its check; see `EmbeddingCollection.begin_step`."""
+        """Do what `step` does, without its check, under `torch.no_grad`; see `TableCollection.begin_step`."""
         self._finish(replicas=False)
         moving = []
         if self.own is not None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from itertools import chain
+from operator import attrgetter
 from types import ModuleType
 from typing import Any, Final
 
@@ -31,6 +32,7 @@ __all__ = ["Workspace", "check_finite", "mark", "move_tensors", "reason", "updat
 PIECE = 1024
 """Numbers of a tensor that one program moves."""
 GRADIENT_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
+_DTYPE: Final = attrgetter("dtype")
 _RENAMED: Final = {"Room": "Workspace", "judge": "update_status", "judge_scaled": "update_scaled_status"}
 
 
@@ -243,8 +245,8 @@ def reason(params: Sequence[Tensor]) -> str | None:
     return None
 
 
-def check_moved(params: Sequence[Tensor], gradients: Sequence[Tensor], states: Sequence[Sequence[Tensor]]) -> None:
-    """Refuse what a kernel cannot move; it reads and writes as many numbers as the parameters have.
+def check_moved(params: Sequence[Tensor], gradients: Sequence[Tensor], states: Sequence[Sequence[Tensor]]) -> list[int]:
+    """Return the parameters' sizes, and refuse what a kernel cannot move: it reads and writes as many numbers of each.
 
     Raises:
         VivianeError: a parameter or state is not contiguous, float32; gradients or state differ from it in size.
@@ -255,10 +257,11 @@ def check_moved(params: Sequence[Tensor], gradients: Sequence[Tensor], states: S
             raise VivianeError(f"{what} must have the parameters' sizes", value=found[:16], allowed=str(sizes[:16]),
                                fix="load state of the same model")  # fmt: skip
     tensors = [*chain(params, *states)]
-    types = {one.dtype for one in tensors}
+    types = set(map(_DTYPE, tensors))
     if types - {torch.float32} or not all(map(Tensor.is_contiguous, tensors)):
         value = ", ".join(sorted(map(str, types)))
         raise VivianeError("parameters and state must be contiguous, float32", value=value)
+    return sizes
 
 
 def gradient_type(gradients: Sequence[Tensor]) -> torch.dtype:

@@ -48,11 +48,13 @@ def move_tensors(
     """Move parameters and state in place."""
     if gate is not None and not bool(gate):
         return
-    gradients = [one.contiguous() for one in gradients]
+    if not all(map(Tensor.is_contiguous, gradients)):
+        gradients = [one.contiguous() for one in gradients]
     both = [*states, *[params] * (2 - len(states))]
-    check_moved(params, gradients, states)
+    sizes = check_moved(params, gradients, states)
     kind = KINDS[gradient_type(gradients)]
-    table, total = _table(params, gradients, *both)
+    # Addresses column by column, then sizes.
+    table, total = array("q", [*map(Tensor.data_ptr, chain(params, gradients, *both)), *sizes]), sum(sizes)
     given_numbers = numbers.tolist() if isinstance(numbers, Tensor) else numbers
     values = _numbers(rule, given_numbers, inside, decays, 1.0 if scale is None else float(scale))
     given = (ctypes.c_double * len(values))(*values)
@@ -60,12 +62,6 @@ def move_tensors(
     update_kernel(rule, kind, sources())(
         (table.buffer_info()[0], len(params), total, ctypes.addressof(given)), tickets=threads, threads=threads
     )
-
-
-def _table(*columns: Sequence[Tensor]) -> tuple[array[int], int]:
-    """Return the tensors' addresses, column by column, then their sizes, and how many numbers a column has."""
-    sizes = [*map(Tensor.numel, columns[0])]
-    return array("q", [*map(Tensor.data_ptr, chain(*columns)), *sizes]), sum(sizes)
 
 
 def _numbers(rule: str, given: Sequence[float], inside: bool, decays: bool, scale: float) -> list[float]:

@@ -378,12 +378,13 @@ class TrainStep(StepState):
     def update(self, scale: float | Tensor, executor: StepExecutor) -> None:
         """Update dense weights, tables and the running mean with gradients times `scale`."""
         lr, factor = executor.begin_update()
-        if self.optimizer is not None:
-            with executor.overlap:
-                self.optimizer.update(scale)
-        with time_range("table update"):
-            for collection in self.collections.values():
-                collection.begin_step(lr, scale, factor, executor.gate)()  # checked before clipping
+        with torch.no_grad():
+            if self.optimizer is not None:
+                with executor.overlap:
+                    self.optimizer.update(scale)
+            with time_range("table update"):
+                for collection in self.collections.values():
+                    collection.begin_step(lr, scale, factor, executor.gate)()  # checked before clipping
         executor.end()
         if self.mean is not None:
             self.mean.follow(executor.gate)

@@ -177,21 +177,20 @@ class ReplayExecutor(HostExecutor):
 
     def __init__(self, state: TrainStep, step: int, lr: float | None, program: DenseProgram) -> None:
         super().__init__(state, step, lr)
+        self.watch = torch.no_grad()
         self._program = program
         self._running: Generator[Any, None, None] | None = None
 
     def forward(self, step: TrainStep, batch: Batch, precision: Precision) -> Tensor:
         """Look the batch up, and run the program up to the loss."""
-        with torch.no_grad():
-            self._running = self._program.start(batch, list(inputs_of(step, batch).values()))
-            loss: Tensor = next(self._running)
+        self._running = self._program.start(batch, list(inputs_of(step, batch).values()))
+        loss: Tensor = next(self._running)
         return loss
 
     def backward(self, step: TrainStep, loss: Tensor) -> None:
         """Run the rest of the program; tables and parameters get their gradients."""
         assert self._running is not None
-        with torch.no_grad():
-            gradients = next(self._running)
+        gradients = next(self._running)
         self._running = None
         for parameter, gradient in zip(step.parameters.values(), gradients, strict=True):
             parameter.grad = gradient
