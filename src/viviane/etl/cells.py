@@ -242,7 +242,7 @@ def _eight_digits(array: Any) -> Any:
         np.right_shift(word, shift, out=spare)
         word |= spare
         word &= mask
-    stored: Any = pa.allocate_buffer(8 * len(array))  # memory that Arrow has in use again when it is freed
+    stored: Any = pa.allocate_buffer(8 * len(array))  # Arrow's allocator keeps it for the next block
     full = np.frombuffer(stored, np.uint64)
     if num_present == len(array):
         full[:] = word

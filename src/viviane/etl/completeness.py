@@ -9,12 +9,7 @@ import pyarrow as pa
 
 from viviane.core.errors import DataError
 from viviane.etl.cells import SCALARS, staged_type
-from viviane.etl.columns import (
-    Bucketize,
-    Categorify,
-    GivenVocabulary,
-    OutputSpec,
-)
+from viviane.etl.columns import Bucketize, Categorify, GivenVocabulary, OutputSpec
 from viviane.etl.config import EtlConfig
 from viviane.etl.derivations import GroupDerivation, Join, key_names
 from viviane.etl.learned import Learned

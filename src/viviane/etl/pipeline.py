@@ -382,7 +382,7 @@ class _Run:
             for (name, folder), size in zip(folders.items(), sizes, strict=True)
         }
         num_at_once = min(2, self.threads)
-        applier = Applier(learned, self.chosen, self.threads // num_at_once)
+        applier = Applier(learned, self.chosen, -(-self.threads // num_at_once))
         done = [writer.done_rows for writer in writers.values()]
         schema = stager.schema_of(shards[0])
         todo = [n for n in range(len(shards)) if (partition.starts[n] + partition.counts[n] > done).any()]
