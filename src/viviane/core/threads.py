@@ -1,4 +1,4 @@
-"""Threads: calls of a function for several items, and how soon the interpreter's lock changes hands."""
+"""Threads: calls of a function for several items, and the interpreter's switch interval."""
 
 from __future__ import annotations
 
