@@ -127,8 +127,7 @@ def test_update_does_what_step_does_and_calls_its_hooks():
     hooked.register_step_post_hook(lambda *_: calls.append("after"))
     for weight, optimizer in zip(weights, (plain, hooked), strict=True):
         weight.grad = torch.tensor([1.0, -2.0, 0.5])
-        with torch.no_grad():
-            optimizer.update(0.5)
+        optimizer.update(0.5)
     assert calls == ["before", "after"]
     assert torch.equal(*weights)
     assert not torch.equal(weights[0], torch.ones(3))

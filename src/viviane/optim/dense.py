@@ -101,11 +101,12 @@ class DenseOptimizer(torch.optim.Optimizer):
     def update(self, scale: float | Tensor = 1.0) -> None:
         """Do what `step` does, without the range of torch's profiler around it, which takes longer than small updates.
 
-        `step` itself is called where it has hooks, is replaced, or a profiler is active. Call it under `torch.no_grad`.
+        `step` itself is called where it has hooks, is replaced, a profiler is active, or autograd records.
         """
         hooks = self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks
         hooks = hooks or _global_optimizer_pre_hooks or _global_optimizer_post_hooks
-        if hooks or "step" in vars(self) or torch.autograd.profiler._is_profiler_enabled:  # of whichever thread
+        hooks = hooks or "step" in vars(self) or torch.autograd.profiler._is_profiler_enabled  # of whichever thread
+        if hooks or torch.is_grad_enabled():
             self.step(scale=scale)
         else:
             self._update(scale)
