@@ -119,7 +119,8 @@ def test_closure():
     assert a.item() == 0.0
 
 
-def test_update_does_what_step_does_and_calls_its_hooks():
+@pytest.mark.parametrize("autograd_records", [False, True])
+def test_update_does_what_step_does_and_calls_its_hooks(autograd_records):
     weights = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
     plain, hooked = (build_dense_optimizer(Adam(), [weight], 0.1) for weight in weights)
     calls = []
@@ -127,7 +128,8 @@ def test_update_does_what_step_does_and_calls_its_hooks():
     hooked.register_step_post_hook(lambda *_: calls.append("after"))
     for weight, optimizer in zip(weights, (plain, hooked), strict=True):
         weight.grad = torch.tensor([1.0, -2.0, 0.5])
-        optimizer.update(0.5)
+        with torch.set_grad_enabled(autograd_records):
+            optimizer.update(0.5)
     assert calls == ["before", "after"]
     assert torch.equal(*weights)
     assert not torch.equal(weights[0], torch.ones(3))

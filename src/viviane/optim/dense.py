@@ -105,8 +105,8 @@ class DenseOptimizer(torch.optim.Optimizer):
         """
         hooks = self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks
         hooks = hooks or _global_optimizer_pre_hooks or _global_optimizer_post_hooks
-        hooks = hooks or "step" in vars(self) or torch.autograd.profiler._is_profiler_enabled  # of whichever thread
-        if hooks or torch.is_grad_enabled():
+        is_profiled = torch.autograd.profiler._is_profiler_enabled  # of whichever thread
+        if hooks or "step" in vars(self) or is_profiled or torch.is_grad_enabled():
             self.step(scale=scale)
         else:
             self._update(scale)
