@@ -110,9 +110,8 @@ class Exchanges:
         sharded = self._sharded
         if sharded.deduplicate_ids:
             return self._dedup_exchange(keys.one_hot_names)
-        static = None
-        if sharded.batch_size is not None and sharded.training:
-            static = self._static_exchange(keys, sharded.batch_size)
+        size = sharded.fixed_batch_size
+        static = None if size is None else self._static_exchange(keys, size)
         return static or self._jagged_exchange(keys.one_hot_names)
 
     def _static_exchange(self, keys: Keys, size: int) -> StaticExchange | None:

@@ -120,8 +120,8 @@ class JaggedExchange:
     def input_dist(self, keys: Keys, *, ahead: bool = False) -> JaggedInput:
         """Exchange ids, and sizes before them where the batch size is not fixed; `ahead` makes no difference."""
         own, found = self._sharded, self.resolve(keys)
-        if own.batch_size is not None and own.training:
-            return self.exchanged(found, [own.batch_size] * self._group.size, own.hotness)
+        if own.fixed_batch_size is not None:
+            return self.exchanged(found, [own.fixed_batch_size] * self._group.size, own.hotness)
         return self.exchanged(found, exchange_sizes(self._group, list(own.features), keys.size, found), {})
 
     def exchanged(self, found: Resolved, sizes: list[int], hotness: Mapping[str, int]) -> JaggedInput:

@@ -142,6 +142,11 @@ class ShardedTables(TableCollection):
             raise ConfigError("tables in tiers need batches with dynamic shapes", where="fixed sizes", fix=fix)
         self.batch_size, self.hotness = batch_size, dict(hotness or {})
 
+    @property
+    def fixed_batch_size(self) -> int | None:
+        """Rows of every rank's local batch, where they are declared and hold: in training, not in evaluation."""
+        return self.batch_size if self.training else None
+
     def check(self) -> None:
         """Raise what a GPU found since the last check: a key out of range in a table with "raise"."""
         self.violations.check()
