@@ -52,7 +52,7 @@ def use_implementation(name: str) -> Iterator[None]:
 def choose(device: torch.device) -> str:
     """Return the implementation for tensors on a device: the user's choice, else "cpu" or "gpu".
 
-    The choice is that of `use_implementation`, else of the environment variable VIVIANE_OPS when this was imported.
+    The choice is that of `use_implementation`, else of the environment variable VIVIANE_OPS, read at import.
 
     Raises:
         ConfigError: the choice does not run on that device.
