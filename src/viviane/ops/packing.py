@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -28,8 +29,9 @@ class Packing(NamedTuple):
 
     def parts(self, packed: Tensor) -> list[Tensor]:
         """Return views of the parts."""
+        offset = packed.storage_offset()
         return [
-            packed[start : start + math.prod(shape)].view(shape)
+            packed.as_strided(shape, (shape[1], 1) if len(shape) == 2 else (1,), offset + start)
             for start, shape in zip(self.starts, self.shapes, strict=True)
         ]
 
@@ -41,12 +43,23 @@ def packing(shapes: Sequence[Sequence[int]], dtype: torch.dtype) -> Packing:
         >>> packing([(2, 13), (2,)], torch.bfloat16)
         Packing(starts=(0, 128), shapes=((2, 16), (2,)), size=256)
     """
+    key = tuple(map(tuple, shapes))
+    try:
+        return _known_packing(key, dtype)
+    except TypeError:  # sizes that a compiler keeps open have no hash
+        return _packing(key, dtype)
+
+
+def _packing(shapes: tuple[tuple[int, ...], ...], dtype: torch.dtype) -> Packing:
     starts, padded, place = [], [], 0
     for shape in shapes:
         starts.append(place)
         padded.append((shape[0], padded_width(shape[1], dtype)) if len(shape) == 2 else tuple(shape))
         place += -(-math.prod(padded[-1]) // _START) * _START
     return Packing(tuple(starts), tuple(padded), place)
+
+
+_known_packing = cache(_packing)
 
 
 def key_of(tensors: Sequence[Tensor], dtype: torch.dtype) -> tuple[object, ...]:

@@ -11,11 +11,15 @@ from viviane.ops import cross_layers as cross
 from viviane.ops import dot_interaction as dots
 from viviane.ops import logistic_loss as loss
 from viviane.ops import mlp as layers
+from viviane.ops.cross_layers import operator as cross_operator
 from viviane.ops.cross_layers.reference import cross_layers as plain_cross
 from viviane.ops.dispatch import use_implementation
+from viviane.ops.dot_interaction import operator as dots_operator
 from viviane.ops.dot_interaction.reference import dot_interaction as plain_dots
 from viviane.ops.finished_gradients import telling_of_gradients
+from viviane.ops.logistic_loss import operator as loss_operator
 from viviane.ops.logistic_loss.reference import logistic_loss as plain_loss
+from viviane.ops.mlp import operator as layers_operator
 from viviane.ops.mlp.gpu import forward as activations_of
 from viviane.ops.mlp.reference import mlp as plain_mlp
 from viviane.ops.packing import packing
@@ -319,6 +323,23 @@ def test_operators_keep_their_promises_to_torch(device):
     ]
     for operator, arguments in calls:
         torch.library.opcheck(operator.default, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+def test_an_eager_call_gives_the_bits_of_the_library_operator(device, monkeypatch):
+    """An eager step does without torch's dispatcher; what is traced goes through it."""
+    run, leaves = small_model(device)
+    for leaf in leaves:
+        leaf.requires_grad_()
+    found = []
+    for traced in (False, True):
+        if traced:
+            for operator in (layers_operator, dots_operator, cross_operator, loss_operator):
+                monkeypatch.setattr(operator, "is_traced", lambda _: True)
+        value = run()
+        assert ("_Node" in type(value.grad_fn).__name__) != traced
+        found.append([value, *torch.autograd.grad(value, leaves)])
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("relu", [True, False])

@@ -12,7 +12,7 @@ from viviane.ops.packing import packing
 from viviane.ops.triton_parts.gate import gated_gradient
 from viviane.ops.triton_parts.launch import ceil_div, on_device
 from viviane.ops.triton_parts.product import TileShape, fits_tensor_copies, tiles_of
-from viviane.ops.triton_parts.sums import column_sums
+from viviane.ops.triton_parts.sums import ColumnSums
 from viviane.ops.triton_parts.weights import pack_weights, weight_gradient
 from viviane.ops.watch import watched
 
@@ -119,10 +119,10 @@ def backward(
     ws, vs = _matrices(layout.parts(kept[-1]), weights, projections)
     grads = top.new_empty(max(1, layers - 1), *top.shape)  # g_1 ... g_{L-1}
     found = [[torch.empty(0)] * layers for _ in range(3)]
-    g = top
+    g, sums = top, ColumnSums()
     dy, partial = gated_gradient(g, first, relu=False)
     for index in range(layers - 1, -1, -1):
-        found[2][index] = column_sums(partial, partial.shape[1:], [weights[index].dtype])[0]
+        found[2][index] = sums.of(partial, weights[index].dtype)
         found[1][index] = weight_gradient(dy, us[index] if us else xs[index], weights[index].dtype)
         tell_of_gradient(weights[index], found[1][index])
         du, back = dy, ws[index]
@@ -132,6 +132,7 @@ def backward(
             tell_of_gradient(projections[index], found[0][index])
         if index:
             g, dy, partial = cross_backward(du, back, g, first, grads[index - 1])
+    sums.compute()
     dx = cross_last(du, back, top, grads, ys)
     return [dx.to(x.dtype), *(found[0] if us else []), *found[1], *found[2]]
 

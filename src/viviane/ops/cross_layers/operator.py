@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from viviane.ops.dispatch import load
+from viviane.ops.eager import Kernels, call, is_differentiated, is_traced
 from viviane.ops.packing import packing
 from viviane.ops.packing_ahead import take_packed
 
@@ -19,21 +20,14 @@ def cross_layers_kernels(
     """Call the fused layers; without projections they are of full rank. `dtype` is that of the products."""
     every = [*weights, *projections, *biases]
     packed = take_packed(every, dtype)
+    inputs = (x, list(projections), list(weights), list(biases), dtype, packed)
     if not (torch.is_grad_enabled() and any(one.requires_grad for one in (x, *every))):
-        return cast(Tensor, _predict(x, list(projections), list(weights), list(biases), dtype, packed))
-    found = _forward(x, list(projections), list(weights), list(biases), dtype, packed)
+        return cast(Tensor, _predict(*inputs))
+    found = _forward(*inputs) if is_traced(x) else call(_KERNELS, *inputs)
     return cast(list[Tensor], found)[len(weights) - 1]
 
 
-@torch.library.custom_op(
-    "viviane::cross_layers",
-    mutates_args=(),
-    schema=(
-        "(Tensor x, Tensor[] projections, Tensor[] weights, Tensor[] biases, ScalarType dtype, Tensor? packed)"
-        " -> Tensor[]"
-    ),
-)
-def _forward(
+def _run(
     x: Tensor,
     projections: list[Tensor],
     weights: list[Tensor],
@@ -46,6 +40,17 @@ def _forward(
     The last is empty where they were given.
     """
     return cast(list[Tensor], load("cross_layers", "gpu").forward(x, projections, weights, biases, dtype, packed))
+
+
+_forward = torch.library.custom_op(
+    "viviane::cross_layers",
+    _run,
+    mutates_args=(),
+    schema=(
+        "(Tensor x, Tensor[] projections, Tensor[] weights, Tensor[] biases, ScalarType dtype, Tensor? packed)"
+        " -> Tensor[]"
+    ),
+)
 
 
 @_forward.register_fake
@@ -96,16 +101,19 @@ def _(
     return x.new_empty(x.shape, dtype=dtype)
 
 
-@torch.library.custom_op(
-    "viviane::cross_layers_backward",
-    mutates_args=(),
-    schema="(Tensor grad, Tensor x, Tensor[] kept, Tensor[] projections, Tensor[] weights) -> Tensor[]",
-)
-def _backward(
+def _run_backward(
     grad: Tensor, x: Tensor, kept: list[Tensor], projections: list[Tensor], weights: list[Tensor]
 ) -> list[Tensor]:
     """Return the gradients of x, the projections, the weights and the biases."""
     return cast(list[Tensor], load("cross_layers", "gpu").backward(grad, x, kept, projections, weights))
+
+
+_backward = torch.library.custom_op(
+    "viviane::cross_layers_backward",
+    _run_backward,
+    mutates_args=(),
+    schema="(Tensor grad, Tensor x, Tensor[] kept, Tensor[] projections, Tensor[] weights) -> Tensor[]",
+)
 
 
 @_backward.register_fake
@@ -128,8 +136,10 @@ def _gradient(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     if grad is None:
         return None, [None] * ranks, [None] * layers, [None] * layers, None, None
     projections, weights, kept = saved[:ranks], saved[ranks : ranks + layers], saved[ranks + layers :]
-    dx, *found = _backward(grad, x, kept, projections, weights)
+    run = _backward if is_differentiated(grad) else _run_backward
+    dx, *found = run(grad, x, kept, projections, weights)
     return dx, found[:ranks], found[ranks : ranks + layers], found[ranks + layers :], None, None
 
 
 _forward.register_autograd(_gradient, setup_context=_setup)
+_KERNELS = Kernels(_run, _setup, _gradient)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from viviane.ops.dispatch import load
 from viviane.ops.dot_interaction.reference import num_pairs
+from viviane.ops.eager import Kernels, call, is_differentiated, is_traced
 
 
 def dot_interaction_kernel(
@@ -19,16 +20,20 @@ def dot_interaction_kernel(
     Example:
         >>> dot_interaction_kernel(None, torch.ones(2, 3, 4), True, False, torch.float32)  # doctest: +SKIP
     """
-    return cast(Tensor, _forward(dense, embeddings, pad, itself, dtype))
+    inputs = (dense, embeddings, pad, itself, dtype)
+    return cast(Tensor, _forward(*inputs) if is_traced(embeddings) else call(_KERNELS, *inputs))
 
 
-@torch.library.custom_op(
+def _run(dense: Tensor | None, embeddings: Tensor, pad: bool, itself: bool, dtype: torch.dtype) -> Tensor:
+    return cast(Tensor, load("dot_interaction", "gpu").forward(dense, embeddings, pad, itself, dtype))
+
+
+_forward = torch.library.custom_op(
     "viviane::dot_interaction",
+    _run,
     mutates_args=(),
     schema="(Tensor? dense, Tensor embeddings, bool pad, bool itself, ScalarType dtype) -> Tensor",
 )
-def _forward(dense: Tensor | None, embeddings: Tensor, pad: bool, itself: bool, dtype: torch.dtype) -> Tensor:
-    return cast(Tensor, load("dot_interaction", "gpu").forward(dense, embeddings, pad, itself, dtype))
 
 
 @_forward.register_fake
@@ -40,13 +45,18 @@ def _(dense: Tensor | None, embeddings: Tensor, pad: bool, itself: bool, dtype: 
     return first.new_empty(first.shape[0], front + num_pairs(s, itself) + int(pad))
 
 
-@torch.library.custom_op(
+def _run_backward(
+    grad: Tensor, dense: Tensor | None, embeddings: Tensor, itself: bool, dtype: torch.dtype
+) -> list[Tensor]:
+    return cast(list[Tensor], load("dot_interaction", "gpu").backward(grad, dense, embeddings, itself, dtype))
+
+
+_backward = torch.library.custom_op(
     "viviane::dot_interaction_backward",
+    _run_backward,
     mutates_args=(),
     schema="(Tensor grad, Tensor? dense, Tensor embeddings, bool itself, ScalarType dtype) -> Tensor[]",
 )
-def _backward(grad: Tensor, dense: Tensor | None, embeddings: Tensor, itself: bool, dtype: torch.dtype) -> list[Tensor]:
-    return cast(list[Tensor], load("dot_interaction", "gpu").backward(grad, dense, embeddings, itself, dtype))
 
 
 @_backward.register_fake
@@ -62,8 +72,10 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor, None, None, None]:
     dense, embeddings = ctx.saved_tensors
-    found = _backward(grad, dense, embeddings, ctx.itself, ctx.dtype)
+    run = _backward if is_differentiated(grad) else _run_backward
+    found = run(grad, dense, embeddings, ctx.itself, ctx.dtype)
     return None if dense is None else found[1], found[0], None, None, None
 
 
 _forward.register_autograd(_gradient, setup_context=_setup)
+_KERNELS = Kernels(_run, _setup, _gradient)

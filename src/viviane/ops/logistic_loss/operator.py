@@ -8,27 +8,33 @@ import torch
 from torch import Tensor
 
 from viviane.ops.dispatch import load
+from viviane.ops.eager import Kernels, call, is_traced
 
 
 def logistic_loss_kernel(
     logits: Tensor, labels: Tensor, weight: Tensor | None, negative: float, positive: float, smoothing: float
 ) -> Tensor:
     """Call the fused kernel; `negative` and `positive` are the classes' weights."""
-    return cast(tuple[Tensor, Tensor], _forward(logits, labels, weight, negative, positive, smoothing))[0]
+    inputs = (logits, labels, weight, negative, positive, smoothing)
+    found = _forward(*inputs) if is_traced(logits) else call(_KERNELS, *inputs)
+    return cast(tuple[Tensor, Tensor], found)[0]
 
 
-@torch.library.custom_op(
-    "viviane::logistic_loss",
-    mutates_args=(),
-    schema="(Tensor logits, Tensor labels, Tensor? weight, float negative, float positive, float smoothing)"
-    " -> (Tensor, Tensor)",
-)
-def _forward(
+def _run(
     logits: Tensor, labels: Tensor, weight: Tensor | None, negative: float, positive: float, smoothing: float
 ) -> tuple[Tensor, Tensor]:
     """Return the loss and its gradient to the logits."""
     forward = load("logistic_loss", "gpu").forward
     return cast(tuple[Tensor, Tensor], forward(logits, labels, weight, negative, positive, smoothing))
+
+
+_forward = torch.library.custom_op(
+    "viviane::logistic_loss",
+    _run,
+    mutates_args=(),
+    schema="(Tensor logits, Tensor labels, Tensor? weight, float negative, float positive, float smoothing)"
+    " -> (Tensor, Tensor)",
+)
 
 
 @_forward.register_fake
@@ -55,3 +61,4 @@ def _gradient(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Any, ...
 
 
 _forward.register_autograd(_gradient, setup_context=_setup)
+_KERNELS = Kernels(_run, _setup, _gradient)

@@ -16,7 +16,7 @@ from viviane.ops.packing import packing, padded_width
 from viviane.ops.triton_parts.gate import gated_gradient
 from viviane.ops.triton_parts.launch import ceil_div, on_device, power_of_two
 from viviane.ops.triton_parts.product import TileShape, fits_tensor_copies, tiles_of
-from viviane.ops.triton_parts.sums import column_sums
+from viviane.ops.triton_parts.sums import ColumnSums
 from viviane.ops.triton_parts.weights import pack_weights, weight_gradient
 
 _MANY_ROWS, _SHORT_DEPTH = 32768, 512
@@ -78,31 +78,38 @@ def backward(
     layout = packing([*(w.shape for w in weights), *(w.shape[:1] for w in weights)], dtype)
     matrices = [w[:, : one.shape[1]] for w, one in zip(layout.parts(packed), inputs, strict=False)]
     weight_grads, bias_grads = [grad] * (top + 1), [grad] * (top + 1)
-    dz = grad
+    dz, sums = grad, ColumnSums()
     narrow = _is_narrow(matrices[top]) and not relu[top]
     if narrow:
         dz = grad.contiguous()
     else:
         dz, partial = gated_gradient(grad, activations[-1] if relu[-1] else None, relu=True)
-        bias_grads[top] = _sums(partial, weights[top])
+        bias_grads[top] = sums.of(partial, weights[top].dtype)
     for index in range(top, -1, -1):
         below, wanted, mask = inputs[index], index > 0 or needs_x, index > 0 and relu[index - 1]
-        lower = weights[index - 1].dtype if index else None
+        lower = weights[max(index - 1, 0)].dtype
         if narrow and index == top:
-            dz, sums, *own = _narrow_backward(dz, below, matrices[index], mask, wanted, weights[index].dtype, lower)
+            dz, below_sums, *own = _narrow_backward(
+                dz, below, matrices[index], mask, wanted, weights[index].dtype, lower
+            )
             weight_grads[index], bias_grads[index] = own[0].unsqueeze(0), own[1]
             tell_of_gradient(weights[index], weight_grads[index])
-        else:
-            weight_grads[index] = weight_gradient(dz, below, weights[index].dtype)
-            tell_of_gradient(weights[index], weight_grads[index])
-            if wanted:
-                dz, partial = input_gradient(dz, matrices[index], below if mask else None, sums_too=index > 0)
-                sums = _sums(partial, weights[index - 1]) if index else partial
+            if index:
+                bias_grads[index - 1] = below_sums
+            continue
+        weight_grads[index] = weight_gradient(dz, below, weights[index].dtype)
+        tell_of_gradient(weights[index], weight_grads[index])
+        if wanted:
+            dz, partial = input_gradient(dz, matrices[index], below if mask else None, sums_too=index > 0)
         if index:
-            bias_grads[index - 1] = sums
-    shapes = [(one, weight.shape[1]) for one, weight in zip(weight_grads, weights, strict=True)]
-    found = [*(one[:, :k].contiguous() for one, k in shapes), *bias_grads]
-    return [*found, dz[:, : x.shape[1]].to(x.dtype).contiguous()] if needs_x else found
+            bias_grads[index - 1] = sums.of(partial, lower)
+    sums.compute()
+    found = [*(_first_columns(one, w.shape[1]) for one, w in zip(weight_grads, weights, strict=True)), *bias_grads]
+    return [*found, _first_columns(dz, x.shape[1]).to(x.dtype)] if needs_x else found
+
+
+def _first_columns(matrix: Tensor, count: int) -> Tensor:
+    return matrix if matrix.shape[1] == count else matrix[:, :count].contiguous()
 
 
 def input_gradient(
@@ -181,7 +188,7 @@ def _narrow_forward(x: Tensor, weight: Tensor, bias: Tensor, relu: bool) -> Tens
 
 
 def _narrow_backward(
-    grad: Tensor, x: Tensor, weight: Tensor, relu: bool, wanted: bool, dtype: torch.dtype, lower: torch.dtype | None
+    grad: Tensor, x: Tensor, weight: Tensor, relu: bool, wanted: bool, dtype: torch.dtype, lower: torch.dtype
 ) -> list[Tensor]:
     """Return the gradient of x, the sums of its columns, and the gradients of the weights and of the bias."""
     size, dim = x.shape
@@ -195,8 +202,11 @@ def _narrow_backward(
             grad, x, weight, out, partial, size,
             dim=dim, relu=relu, rows=rows, block=power_of_two(dim), turns=turns, num_warps=_NARROW_WARPS,
         )  # fmt: skip
-    return [x if out is None else out, *column_sums(partial, (dim, dim, 1), (lower or dtype, dtype, dtype))]
-
-
-def _sums(partial: Tensor, weight: Tensor) -> Tensor:
-    return column_sums(partial, partial.shape[1:], [weight.dtype])[0]
+    sums = ColumnSums()
+    found = [
+        sums.of(partial, lower, 0, dim),
+        sums.of(partial, dtype, dim, dim),
+        sums.of(partial, dtype, 2 * dim),
+    ]
+    sums.compute()
+    return [x if out is None else out, *found]

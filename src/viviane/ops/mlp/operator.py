@@ -10,6 +10,7 @@ from torch import Tensor
 
 from viviane.ops.capture import is_capturing
 from viviane.ops.dispatch import load
+from viviane.ops.eager import Kernels, call, is_differentiated, is_traced
 from viviane.ops.packing import packing, padded_width
 from viviane.ops.packing_ahead import take_packed, weights_are_constant
 
@@ -21,7 +22,9 @@ def mlp_kernels(
     packed = take_packed([*weights, *biases], dtype)
     if _are_few_rows(x, weights, dtype):
         return cast(Tensor, _few_rows(x, list(weights), list(biases), list(relu), dtype, packed))
-    return cast(list[Tensor], _forward(x, list(weights), list(biases), list(relu), dtype, packed))[len(weights) - 1]
+    inputs = (x, list(weights), list(biases), list(relu), dtype, packed)
+    found = _forward(*inputs) if is_traced(x) else call(_KERNELS, *inputs)
+    return cast(list[Tensor], found)[len(weights) - 1]
 
 
 _MOST_ROWS, _FEWEST_LAYERS = 8, 4  # for more rows, or fewer layers, cuBLAS was as quick on an H200
@@ -65,12 +68,7 @@ def _(
     return x.new_empty(x.shape[0], weights[-1].shape[0], dtype=dtype)
 
 
-@torch.library.custom_op(
-    "viviane::mlp",
-    mutates_args=(),
-    schema="(Tensor x, Tensor[] weights, Tensor[] biases, bool[] relu, ScalarType dtype, Tensor? packed) -> Tensor[]",
-)
-def _forward(
+def _run(
     x: Tensor,
     weights: list[Tensor],
     biases: list[Tensor],
@@ -83,6 +81,14 @@ def _forward(
     The last is empty where they read x itself, the one before where it was given.
     """
     return cast(list[Tensor], load("mlp", "gpu").forward(x, weights, biases, relu, dtype, packed))
+
+
+_forward = torch.library.custom_op(
+    "viviane::mlp",
+    _run,
+    mutates_args=(),
+    schema="(Tensor x, Tensor[] weights, Tensor[] biases, bool[] relu, ScalarType dtype, Tensor? packed) -> Tensor[]",
+)
 
 
 @_forward.register_fake
@@ -102,15 +108,18 @@ def _(
     return [*found, x.new_empty(size, dtype=dtype), prepared]
 
 
-@torch.library.custom_op(
-    "viviane::mlp_backward",
-    mutates_args=(),
-    schema="(Tensor grad, Tensor x, Tensor[] kept, Tensor[] weights, bool[] relu, bool needs_x) -> Tensor[]",
-)
-def _backward(
+def _run_backward(
     grad: Tensor, x: Tensor, kept: list[Tensor], weights: list[Tensor], relu: list[bool], needs_x: bool
 ) -> list[Tensor]:
     return cast(list[Tensor], load("mlp", "gpu").backward(grad, x, kept, weights, relu, needs_x))
+
+
+_backward = torch.library.custom_op(
+    "viviane::mlp_backward",
+    _run_backward,
+    mutates_args=(),
+    schema="(Tensor grad, Tensor x, Tensor[] kept, Tensor[] weights, bool[] relu, bool needs_x) -> Tensor[]",
+)
 
 
 @_backward.register_fake
@@ -125,6 +134,7 @@ def _(
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     x, weights, _, ctx.relu, _, packed = inputs
     *activations, own, prepared = output
+    ctx.needs_x = x.requires_grad
     ctx.save_for_backward(x, *weights, *activations, own if packed is None else packed, prepared)
     ctx.set_materialize_grads(False)  # hidden activations get none
 
@@ -135,9 +145,11 @@ def _gradient(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     grad = grads[count - 1]
     if grad is None:
         return None, [None] * count, [None] * count, None, None, None
-    found = _backward(grad, x, saved[count:], saved[:count], ctx.relu, ctx.needs_input_grad[0])
-    dx = found[2 * count] if ctx.needs_input_grad[0] else None
+    run = _backward if is_differentiated(grad) else _run_backward
+    found = run(grad, x, saved[count:], saved[:count], ctx.relu, ctx.needs_x)
+    dx = found[2 * count] if ctx.needs_x else None
     return dx, found[:count], found[count : 2 * count], None, None, None
 
 
 _forward.register_autograd(_gradient, setup_context=_setup)
+_KERNELS = Kernels(_run, _setup, _gradient)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from viviane.ops.dispatch import load
+from viviane.ops.eager import Kernels, call, is_differentiated, is_traced
 
 _INPUTS = (
     "(Tensor q, Tensor k, Tensor v, Tensor held, Tensor? position, Tensor? times, Tensor? time_bias, int unit{more})"
@@ -25,11 +26,11 @@ def attend(
     unit: int,
 ) -> Tensor:
     """Call the kernels; arguments as for `viviane.ops.pointwise_attention.pointwise_attention`."""
-    return cast(Tensor, _forward(q, k, v, held, position, times, time_bias, unit))
+    inputs = (q, k, v, held, position, times, time_bias, unit)
+    return cast(Tensor, _forward(*inputs) if is_traced(q) else call(_KERNELS, *inputs))
 
 
-@torch.library.custom_op("viviane::pointwise_attention", mutates_args=(), schema=_INPUTS.format(more="") + " -> Tensor")
-def _forward(
+def _run(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -44,17 +45,17 @@ def _forward(
     return cast(Tensor, forward(q, k, v, held, position, times, time_bias, unit))
 
 
+_forward = torch.library.custom_op(
+    "viviane::pointwise_attention", _run, mutates_args=(), schema=_INPUTS.format(more="") + " -> Tensor"
+)
+
+
 @_forward.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
     return torch.empty_like(v, memory_format=torch.contiguous_format)
 
 
-@torch.library.custom_op(
-    "viviane::pointwise_attention_backward",
-    mutates_args=(),
-    schema=_INPUTS.format(more=", Tensor grad") + " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-)
-def _backward(
+def _run_backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -71,6 +72,14 @@ def _backward(
         tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
         backward(q, k, v, held, position, times, time_bias, unit, grad),
     )
+
+
+_backward = torch.library.custom_op(
+    "viviane::pointwise_attention_backward",
+    _run_backward,
+    mutates_args=(),
+    schema=_INPUTS.format(more=", Tensor grad") + " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
 
 
 @_backward.register_fake
@@ -98,10 +107,12 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _gradient(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     q, k, v, held, position, times, time_bias = ctx.saved_tensors
-    dq, dk, dv, dp, dr = _backward(q, k, v, held, position, times, time_bias, ctx.unit, grad)
+    run = _backward if is_differentiated(grad) else _run_backward
+    dq, dk, dv, dp, dr = run(q, k, v, held, position, times, time_bias, ctx.unit, grad)
     by_place = None if position is None else dp.to(position.dtype)
     by_time = None if time_bias is None else dr.to(time_bias.dtype)
     return dq, dk, dv, None, by_place, None, by_time, None
 
 
 _forward.register_autograd(_gradient, setup_context=_setup)
+_KERNELS = Kernels(_run, _setup, _gradient)

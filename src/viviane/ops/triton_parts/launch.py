@@ -16,6 +16,7 @@ from viviane.ops.capture import refuse_capture
 
 WARP = 32
 _PROGRAMS_BESIDE = 4  # on each multiprocessor
+_NOTHING = nullcontext()
 _ALIGNED = 16  # elements; kernels profit from no more
 
 
@@ -59,7 +60,9 @@ def on_device(tensor: Tensor) -> AbstractContextManager[object]:
         >>> with on_device(torch.ones(1)):
         ...     pass
     """
-    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
+    if not tensor.is_cuda or tensor.get_device() == torch.accelerator.current_device_index():
+        return _NOTHING
+    return torch.cuda.device(tensor.device)
 
 
 def current_stream(device: int) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -22,7 +24,7 @@ def pack(tensors: list[Tensor], layout: Packing, dtype: torch.dtype) -> Tensor:
     """
     packed = torch.empty(layout.size, dtype=dtype, device=tensors[0].device)
     sources = tuple(one.detach().contiguous() for one in tensors)
-    counts = tuple(part.numel() for part in layout.parts(packed))
+    counts = tuple(math.prod(shape) for shape in layout.shapes)
     widths = tuple(one.shape[-1] for one in sources)
     new_widths = tuple(shape[-1] for shape in layout.shapes)
     programs = ceil_div(few_programs(packed.device), len(sources))  # smaller kernels find room beside them

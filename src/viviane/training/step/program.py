@@ -342,10 +342,14 @@ class TrainStep(StepState):
             self.exchange.begin(loss)
         scaled = loss if self.loss_scale is None else loss * self.loss_scale.factor
         seed = self.one if scaled.dtype == self.one.dtype and not scaled.dim() else None
-        if self.exchange is None:
+        if self.exchange is None and self.device.type == "cpu":
             scaled.backward(seed)  # type: ignore[no-untyped-call]
             return
-        with self.exchange.backward():
+        # Autograd would use a thread of its own for a GPU; most nodes run Python, which is slower in a second thread.
+        with (
+            _NOTHING if self.exchange is None else self.exchange.backward(),
+            torch.autograd.set_multithreading_enabled(False),
+        ):
             scaled.backward(seed)  # type: ignore[no-untyped-call]
 
     def reduce(self, loss: Tensor) -> Tensor:
