@@ -271,8 +271,7 @@ def _detached_view(whole: Tensor, column: int, shape: Sequence[int]) -> Tensor:
 
     A view's history would be recomputed from the matrix once a write next to it happened.
     """
-    strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
-    strides[0] = whole.shape[1]
+    strides = [whole.shape[1], *(math.prod(shape[i + 1 :]) for i in range(1, len(shape)))]
     own = torch.empty(0, dtype=whole.dtype, device=whole.device)
     return own.set_(whole.untyped_storage(), whole.storage_offset() + column, tuple(shape), strides)
 

@@ -83,7 +83,7 @@ class Launches:
             state_of: returns views of the optimizer state of a rule range, from row to row.
         """
         version, kept = self._steps.version, self._kept
-        if kept is not None and kept[0] == version and kept[1] == active and kept[2] is weight:
+        if kept is not None and kept[:2] == (version, active) and kept[2] is weight:
             return kept[3]
         found = []
         for index, rule_range in enumerate(self._rule_ranges):

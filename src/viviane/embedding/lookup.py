@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
@@ -289,7 +289,12 @@ class OneHotPlan:
     def part(self, one_hot: Tensor, frozen: frozenset[str], origin: str, out: Tensor | None = None) -> StorageLookup:
         """Resolve a batch's ids (B, F); their rows go to `out`, or to a new tensor."""
         rows = self.row_map(one_hot, origin=origin, out=out)
-        return StorageLookup(self.storage, rows, None, None, self.places, frozenset(self.tables) - frozen)
+        moving = self._every - frozen if frozen else self._every
+        return StorageLookup(self.storage, rows, None, None, self.places, moving)
+
+    @cached_property
+    def _every(self) -> frozenset[str]:
+        return frozenset(self.tables)
 
 
 @dataclass(frozen=True)

@@ -168,7 +168,7 @@ def _check_call(storage: Tensor, rows: Tensor, out: Tensor, columns: Sequence[in
     if out.dim() != 2 or not has_whole_rows(out):
         raise VivianeError("the output must be a matrix (B, W) of whole rows", value=tuple(out.shape))
     last = out.shape[1] - storage.shape[1]
-    if any(not 0 <= column <= last for column in columns):
+    if columns and not 0 <= min(columns) <= max(columns) <= last:
         raise VivianeError("a feature does not fit into the output", value=list(columns), allowed=f"0 to {last}")
     if weights is None:
         return

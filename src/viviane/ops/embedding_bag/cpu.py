@@ -6,7 +6,7 @@ A thread takes blocks of samples (lookup) or of bags (pooling).
 from __future__ import annotations
 
 import ctypes
-from functools import cache
+from functools import cache, lru_cache
 from typing import Final
 
 import torch
@@ -41,7 +41,7 @@ def gather_rows(
     size, dim = out.shape[0], storage.shape[1]
     if not rows.numel() or not dim:
         return
-    places = (ctypes.c_int64 * len(columns))(*columns)
+    places = _places_of(columns)
     if weights is None and storage.dtype == out.dtype:
         run = copy_kernel(dim * storage.element_size(), sources())
     else:
@@ -99,6 +99,12 @@ def pool_rows(
          0 if weights is None else weights.data_ptr(), size, bags, out.stride(0), offsets.data_ptr(), len(rows)),
         tickets=min(threads * 4 * _BLOCKS_PER_THREAD, bags), threads=threads,
     )  # fmt: skip
+
+
+@lru_cache(maxsize=256)
+def _places_of(columns: tuple[int, ...]) -> ctypes.Array[ctypes.c_int64]:
+    """Return columns as kernels read them; kept, since batches of one layout follow one another."""
+    return (ctypes.c_int64 * len(columns))(*columns)
 
 
 def _streamed(storage: Tensor, out: Tensor, columns: tuple[int, ...]) -> bool:

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -44,7 +43,8 @@ def sum_rows(
     entries: Entries, dim: int, *, first_row: int = 0, num_rows: int, scratch: Scratch
 ) -> tuple[Tensor, Tensor]:
     """Sum gradients by row: distinct rows, rising, (U,), int64, and their sums, (U, dim), float32."""
-    rows, sums = _summed(entries, dim, first_row, num_rows, scratch)
+    count, rows, sums = _summed(entries, dim, first_row, num_rows, scratch)
+    rows, sums = rows[:count], sums[: count * dim].view(count, dim)
     order = torch.from_numpy(np.argsort(rows.numpy()))
     return rows[order], sums.index_select(0, order)
 
@@ -76,14 +76,17 @@ def update_rows(
     rule_and_table = arithmetic.name, dim, KINDS[weight.dtype]
     whole = getattr(rule, "update", "local") == "global"
     if whole or dim < _FUSED_DIM:
-        summed = sum_rows if whole else _summed
-        rows, sums = summed(entries, dim, first_row=first_row, num_rows=num_rows, scratch=scratch)
-        moved = num_rows if whole else rows.numel()
+        if whole:
+            rows, sums = sum_rows(entries, dim, first_row=first_row, num_rows=num_rows, scratch=scratch)
+            count, moved = rows.numel(), num_rows
+        else:
+            count, rows, sums = _summed(entries, dim, first_row, num_rows, scratch)
+            moved = count
         if not moved:
             return
         threads = num_threads(moved * dim)
         move_kernel(*rule_and_table, sources())(
-            (rows.data_ptr(), sums.data_ptr(), rows.numel(), num_rows if whole else 0, *table),
+            (rows.data_ptr(), sums.data_ptr(), count, num_rows if whole else 0, *table),
             tickets=threads * _SLICES_PER_THREAD, threads=threads,
         )  # fmt: skip
         return
@@ -198,16 +201,16 @@ def _slots(
     )  # fmt: skip
 
 
-def _summed(entries: Entries, dim: int, first_row: int, num_rows: int, scratch: Scratch) -> tuple[Tensor, Tensor]:
-    """Return distinct rows, (U,), int64, and their sums, (U, dim), in memory of the scratch."""
+def _summed(entries: Entries, dim: int, first_row: int, num_rows: int, scratch: Scratch) -> tuple[int, Tensor, Tensor]:
+    """Return U, and vectors of the scratch that begin with the distinct rows, int64, and with their sums, U * dim."""
     slots, gradients = _slots(entries, dim, first_row, num_rows, scratch)
     count = slots.num_rows
-    rows = scratch_view(scratch, "rows", count, torch.int64)[:count]
-    sums = scratch_view(scratch, "sums", count * dim, torch.float32)[: count * dim].view(count, dim)
+    rows = scratch_view(scratch, "rows", count, torch.int64)
+    sums = scratch_view(scratch, "sums", count * dim, torch.float32)
     sum_kernel(dim, KINDS[entries.gradients.dtype], sources())(
         (*gradients, rows.data_ptr(), sums.data_ptr()), tickets=slots.owners, threads=slots.owners
     )
-    return rows, sums
+    return count, rows, sums
 
 
 _BLOCK: Final = 256
@@ -215,8 +218,7 @@ _AHEAD: Final = 16
 _LINE: Final = 16  # int32 of a cache line
 
 
-@dataclass(frozen=True)
-class Slots:
+class Slots(NamedTuple):
     """The entries of a batch and their slots, by owner. T owners share N entries of U distinct rows.
 
     Args:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
 from itertools import chain
-from operator import is_, itemgetter
+from operator import attrgetter, call, is_, itemgetter
 from typing import Any
 
 import torch
@@ -19,6 +19,8 @@ from viviane.ops.dispatch import choose
 from viviane.training.step.program import TrainStep
 
 _TRUSTED_PACKAGES = ("torch.nn.", "viviane.")
+_REQUIRES_GRAD = attrgetter("requires_grad")
+_HOOKS_OF = (attrgetter("_backward_hooks"), attrgetter("_post_accumulate_grad_hooks"))  # of a parameter's gradient
 _PHASES = (TrainStep.forward, TrainStep.backward)
 _NO_VALUES = vars(nn.Module()).keys() - {"training", "_parameters", "_buffers", "_modules"}
 """Attributes of every module that are hooks: dicts, which stay the same objects."""
@@ -37,7 +39,7 @@ class RecordedState:
         self._collections = collections_of(step)
         self._spaces = [vars(one) for one in modules]
         self._getters = [itemgetter(*(name for name in space if name not in _NO_VALUES)) for space in self._spaces]
-        self._values = list(chain.from_iterable(self._of_spaces()))
+        self._values = list(self._of_spaces())
         inside = [part for space in self._spaces for part in space.values() if isinstance(part, dict)]
         inside += [vars(one)[name] for one in self._collections for name in HOOKS]
         self._empty = [part for part in inside if not part]
@@ -55,7 +57,7 @@ class RecordedState:
         """Whether nothing has changed."""
         try:
             return (
-                all(map(is_, chain.from_iterable(self._of_spaces()), self._values))
+                all(map(is_, self._of_spaces(), self._values))
                 and not any(self._empty)
                 and [*map(len, self._sized)] == self._counts
                 and all(
@@ -67,14 +69,12 @@ class RecordedState:
         except KeyError:  # an attribute was deleted
             return False
 
-    def _of_spaces(self) -> list[tuple[Any, ...]]:
-        return [getter(space) for getter, space in zip(self._getters, self._spaces, strict=True)]
+    def _of_spaces(self) -> Iterator[Any]:
+        return chain.from_iterable(map(call, self._getters, self._spaces))
 
     def _of_tensors(self) -> list[Any]:
-        return [
-            (one.data_ptr(), one.requires_grad, bool(one._backward_hooks), bool(one._post_accumulate_grad_hooks))
-            for one in self._parameters
-        ]
+        hooks = chain(*(map(of, self._parameters) for of in _HOOKS_OF))
+        return [*map(Tensor.data_ptr, self._parameters), *map(_REQUIRES_GRAD, self._parameters), any(hooks)]
 
     def _of_rest(self) -> list[Any]:
         own = self._step

@@ -9,6 +9,7 @@ used from then on. Every step checks first that nothing has changed that the pro
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Hashable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from viviane.training.step.recorded_state import (
 from viviane.training.step.recording import DenseProgram, Recorder
 
 _log = get_logger("training.recorded")
+_GRAD, _NONE = attrgetter("grad"), frozenset({None})
 _EAGER_STEPS = 3
 _VERIFIED_STEPS = 2
 _MAX_SHAPES = 16
@@ -85,7 +87,7 @@ class RecordedSteps:
             self._num_unchecked = _STEPS_BETWEEN
         if self.reason is not None or is_observed():
             return HostExecutor(own, step, lr)
-        if any(one.grad is not None for one in own.parameters.values()):  # backward adds to it
+        if {*map(_GRAD, own.parameters.values())} - _NONE:  # backward adds to it
             return HostExecutor(own, step, lr)
         key = (*map(layout_of, (batch.labels, batch.dense, batch.one_hot, batch.weight)), *batch.bags, precision.name)
         shape = self._shapes.get(key)
