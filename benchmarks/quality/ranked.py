@@ -53,6 +53,7 @@ def _film_neighbours() -> Figures:
 
 
 WITHOUT_TRAINING = " (item neighbours and DIN)"
+HSTU_ALONE = " (HSTU alone)"  # the same figures of HSTU that the whole case has
 
 RANKED: dict[str, Callable[[int, str], Figures]] = {
     "ml1m, NeuMF (every rating an event, one film of each user held out by a hash)": _neumf,
@@ -60,6 +61,7 @@ RANKED: dict[str, Callable[[int, str], Figures]] = {
     "amazon_seq Beauty, two-tower and DIN (last item, all items that the user has not had)": _beauty,
     **{name: partial(next_item.figures, name) for name in next_item.CASES},
     **{f"{name}{WITHOUT_TRAINING}": partial(next_item.neighbour_figures, name) for name in next_item.CASES},
+    **{f"{name}{HSTU_ALONE}": partial(next_item.hstu_figures, name) for name in next_item.CASES},
 }
 
 
@@ -68,6 +70,7 @@ def run(name: str, seeds: Sequence[int], jobs: int, device: str) -> None:
     with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
         found = list(pool.map(RANKED[name], seeds, [device] * len(seeds)))
     shape = {"seeds": len(seeds), "device": device}
+    name = name.removesuffix(HSTU_ALONE)
     if name.removesuffix(WITHOUT_TRAINING) in next_item.CASES:
         keep_next_item(name, found, shape)
         return
