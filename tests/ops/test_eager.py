@@ -90,8 +90,10 @@ def test_who_follows_a_call_is_noticed():
     torch.func.vmap(look)(x)
     torch.func.grad(lambda one: look(one).sum())(x)
     torch.jit.trace(look, x, check_trace=False)
-    look(torch.nn.parameter.Buffer(x).as_subclass(Special))
+    look(x.as_subclass(Special))
     assert seen == [True] * 6
+    assert is_traced(x, None, x.as_subclass(Special))
+    assert not is_traced(x, None, nn.Parameter(x))
     graphs = []
 
     def record(graph, inputs):

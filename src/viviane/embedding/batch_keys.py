@@ -183,12 +183,11 @@ def read_keys(
     if not isinstance(batch, Batch | Mapping):
         batch = _from_jagged(batch, features)
     known = (batch.layout.one_hot_index, batch.bags) if isinstance(batch, Batch) else (batch,)
-    if not features.keys() <= known[0].keys():
-        missing: Set[str] = features.keys()
+    missing: Set[str] = frozenset()
+    if not features.keys() <= known[0].keys():  # mostly all are one-hot columns
+        missing = features.keys()
         for part in known:
             missing = missing - part.keys()
-    else:
-        missing = frozenset()
     if missing:
         name = next(name for name in features if name in missing)
         fix = suggest(name, [own for part in known for own in part])

@@ -81,9 +81,8 @@ class StepCounters(MutableMapping[str, int]):
 
     def count(self, tables: frozenset[str], gate: Tensor | None = None) -> None:
         """Add one to each of some tables; on the device none to any where the gate is 0."""
-        if (
-            tables is not self._last_counted and tables != self._last_counted
-        ):  # tables that are counted together keep their differences
+        # Tables that are counted together keep their differences.
+        if tables is not self._last_counted and tables != self._last_counted:
             self._last_counted, self.version = tables, self.version + 1
         if self._on_device is None:
             for name in tables:

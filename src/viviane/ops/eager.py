@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+_PLAIN = frozenset({Tensor, nn.Parameter, type(None)})
+
 
 class Kernels(NamedTuple):
     """What a `torch.library` operator registers: its arguments may be tensors, lists of tensors and values.
@@ -28,17 +30,17 @@ class Kernels(NamedTuple):
     gradient: Callable[..., tuple[Any, ...]]
 
 
-def is_traced(tensor: Tensor) -> bool:
+def is_traced(*tensors: Tensor | None) -> bool:
     """Whether a call must go through torch's dispatcher: a compiler, an exporter, a mode or a transform follows it.
 
     Args:
-        tensor: an input.
+        tensors: the inputs.
 
     Example:
         >>> is_traced(torch.ones(1)), torch.compile(is_traced, backend="eager")(torch.ones(1))  # doctest: +SKIP
         (False, True)
     """
-    if torch.compiler.is_compiling() or type(tensor) not in (Tensor, nn.Parameter):
+    if torch.compiler.is_compiling() or not _PLAIN.issuperset(map(type, tensors)):
         return True
     return bool(
         torch._C._len_torch_dispatch_stack()

@@ -23,7 +23,7 @@ def cross_layers_kernels(
     inputs = (x, list(projections), list(weights), list(biases), dtype, packed)
     if not (torch.is_grad_enabled() and any(one.requires_grad for one in (x, *every))):
         return cast(Tensor, _predict(*inputs))
-    found = _forward(*inputs) if is_traced(x) else call(_KERNELS, *inputs)
+    found = _forward(*inputs) if is_traced(x, *every) else call(_KERNELS, *inputs)
     return cast(list[Tensor], found)[len(weights) - 1]
 
 

@@ -21,7 +21,7 @@ def dot_interaction_kernel(
         >>> dot_interaction_kernel(None, torch.ones(2, 3, 4), True, False, torch.float32)  # doctest: +SKIP
     """
     inputs = (dense, embeddings, pad, itself, dtype)
-    return cast(Tensor, _forward(*inputs) if is_traced(embeddings) else call(_KERNELS, *inputs))
+    return cast(Tensor, _forward(*inputs) if is_traced(dense, embeddings) else call(_KERNELS, *inputs))
 
 
 def _run(dense: Tensor | None, embeddings: Tensor, pad: bool, itself: bool, dtype: torch.dtype) -> Tensor:

@@ -16,7 +16,7 @@ def logistic_loss_kernel(
 ) -> Tensor:
     """Call the fused kernel; `negative` and `positive` are the classes' weights."""
     inputs = (logits, labels, weight, negative, positive, smoothing)
-    found = _forward(*inputs) if is_traced(logits) else call(_KERNELS, *inputs)
+    found = _forward(*inputs) if is_traced(logits, labels, weight) else call(_KERNELS, *inputs)
     return cast(tuple[Tensor, Tensor], found)[0]
 
 

@@ -23,7 +23,7 @@ def mlp_kernels(
     if _are_few_rows(x, weights, dtype):
         return cast(Tensor, _few_rows(x, list(weights), list(biases), list(relu), dtype, packed))
     inputs = (x, list(weights), list(biases), list(relu), dtype, packed)
-    found = _forward(*inputs) if is_traced(x) else call(_KERNELS, *inputs)
+    found = _forward(*inputs) if is_traced(x, *weights, *biases) else call(_KERNELS, *inputs)
     return cast(list[Tensor], found)[len(weights) - 1]
 
 
