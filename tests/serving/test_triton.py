@@ -41,6 +41,7 @@ def test_a_written_repository_holds_all_that_it_needs(models, tmp_path) -> None:
     assert '  name: "tags:lengths"\n  data_type: TYPE_INT32\n  dims: [1]\n  optional: true\n' in config
     assert "max_queue_delay_microseconds: 1500" in config
     assert "queue_policy" not in config  # with one, requests wait for half a second now and then
+    assert "preferred_batch_size" not in config  # a model that refuses has to see all that wait
     assert "  count: 2\n  kind: KIND_CPU\n" in config
     assert "zero_data: true" in config
     part = ModelPart.from_json_file(folder / "1" / "session.json")
@@ -52,8 +53,9 @@ def test_a_written_repository_holds_all_that_it_needs(models, tmp_path) -> None:
     raw_config = (tmp_path / "repository" / "deepfm" / "config.pbtxt").read_text()
     assert '  name: "price"\n  data_type: TYPE_FP64\n' in raw_config
     assert '  name: "price:missing"\n  data_type: TYPE_BOOL\n' in raw_config
-    write_repository(tmp_path / "repository", entries[:1], settings)  # its own is replaced
+    write_repository(tmp_path / "repository", entries[:1], TritonSettings(max_batch_size=100))  # its own is replaced
     assert not folder.exists()
+    assert "preferred_batch_size: [100]" in (tmp_path / "repository" / "deepfm" / "config.pbtxt").read_text()
 
 
 @pytest.mark.parametrize("name", ["..", ".", "", "../outside", "a/b", "a\n", "viviane-triton.json", "x" * 3 + "\0"])
@@ -287,6 +289,27 @@ def test_many_clients_wait_for_no_missed_wake_up_and_excess_is_refused(models, t
         assert not phase.errors
         assert phase.answered + refused == phase.sent
         assert phase.latency_ms["p99"] < 400
+
+
+@pytest.mark.slow
+def test_throughput_holds_beyond_saturation(models, tmp_path) -> None:
+    """Every request is answered, at no less than half the best rate: clients share the processors with Triton."""
+    from viviane.serving.load import LoadSettings, run_load
+
+    skip_without_triton()
+    settings = TritonSettings(**free_ports(), log=str(tmp_path / "log.txt"))
+    write_repository(tmp_path / "repository", [entry(models, "deepfm", rows="encoded")], settings)
+    with TritonServer(tmp_path / "repository", settings) as server:
+        best, beyond = run_load(
+            LoadSettings(
+                url=server.grpc_target, protocol="grpc", model="deepfm_encoded", concurrency=(64,), rates=(-2.0,),
+                seconds=3,
+            )
+        ).phases  # fmt: skip
+    beyond.errors.pop("not sent", 0)  # the clients' own limit
+    assert not beyond.errors
+    assert beyond.answered == beyond.sent
+    assert beyond.throughput > 0.5 * best.throughput  # .16 where the model refused what came after 256 requests
 
 
 def test_the_first_requests_that_wait_are_taken() -> None:

@@ -250,9 +250,16 @@ def _config_of(
         "output": [_tensor(one, given=False) for one in outputs],
         "version_policy": {"specific": {"versions": versions}},
         "instance_group": [{"count": settings.instances, "kind": Word(_kind(device))}],
-        # No default_queue_policy: with one, Triton's batcher misses wake-ups, and requests wait for half a second.
-        "dynamic_batching": {"max_queue_delay_microseconds": int(settings.max_delay_ms * 1000)},
+        "dynamic_batching": _batching(settings),
     }
+
+
+def _batching(settings: TritonSettings) -> dict[str, Any]:
+    # No default_queue_policy: with one, Triton's batcher misses wake-ups, and requests wait for half a second.
+    found: dict[str, Any] = {"max_queue_delay_microseconds": int(settings.max_delay_ms * 1000)}
+    if not settings.max_queued:  # else the model has to see all that wait
+        found["preferred_batch_size"] = [min(settings.preferred_batch_size, settings.max_batch_size)]
+    return found
 
 
 def _write_ensemble(

@@ -16,8 +16,11 @@ class TritonSettings(Settings):
         http_port, grpc_port, metrics_port: must be free.
         max_batch_size: rows of one request, and of requests that are predicted together.
         max_delay_ms: how long a request may wait for others; 0 takes those that wait already.
-        max_queued: requests that a model takes at once of those that wait; the later ones are refused with UNAVAILABLE.
-            It sees up to `max_batch_size` rows of them, so that large requests wait without a limit. 0: any number.
+        preferred_batch_size: rows at which Triton hands a batch over, though more wait. More at once gain little, and
+            Triton loses HTTP answers of some hundred requests that are ready at one moment.
+        max_queued: 0 answers every request, however many wait. Else a model is given all that wait, up to
+            `max_batch_size` rows, and refuses those after the first `max_queued` with UNAVAILABLE. A refusal costs as
+            much as an answer of a small model, so this pays where answers cost milliseconds.
         instances: processes of each model; each of them has a copy of the weights.
         ensemble: cleaning (the model's ETL) and prediction as two models behind an ensemble, instead of one model.
         allow_load: models can be loaded and unloaded over the network.
@@ -36,7 +39,8 @@ class TritonSettings(Settings):
     metrics_port: int = Field(default=8002, ge=1, le=65535)
     max_batch_size: int = Field(default=16_384, ge=1, le=1 << 20)
     max_delay_ms: float = Field(default=0, ge=0, le=10_000)
-    max_queued: int = Field(default=256, ge=0)
+    preferred_batch_size: int = Field(default=256, ge=1, le=1 << 20)
+    max_queued: int = Field(default=0, ge=0)
     instances: int = Field(default=1, ge=1, le=256)
     ensemble: bool = False
     allow_load: bool = False
