@@ -55,7 +55,12 @@ def test_a_written_repository_holds_all_that_it_needs(models, tmp_path) -> None:
     assert '  name: "price:missing"\n  data_type: TYPE_BOOL\n' in raw_config
     write_repository(tmp_path / "repository", entries[:1], TritonSettings(max_batch_size=100))  # its own is replaced
     assert not folder.exists()
-    assert "preferred_batch_size: [100]" in (tmp_path / "repository" / "deepfm" / "config.pbtxt").read_text()
+    written = tmp_path / "repository" / "deepfm" / "config.pbtxt"
+    assert "preferred_batch_size: [100]" in written.read_text()
+    write_repository(tmp_path / "repository", entries[:1], TritonSettings(max_queued=9, preferred_batch_size=64))
+    assert "preferred_batch_size: [64]" in written.read_text()
+    with pytest.raises(ConfigError, match="preferred_batch_size is larger than max_batch_size, 100"):
+        TritonSettings(max_batch_size=100, preferred_batch_size=101)
 
 
 @pytest.mark.parametrize("name", ["..", ".", "", "../outside", "a/b", "a\n", "viviane-triton.json", "x" * 3 + "\0"])

@@ -31,6 +31,7 @@ from viviane.serving.versions import find_versions
 CONFIG_FILE: Final = "config.pbtxt"
 SESSION_FILE: Final = "session.json"
 Role = Literal["whole", "clean", "score"]
+_PREFERRED_ROWS: Final = 256
 _MARK: Final = "viviane-triton.json"
 _LOADER: Final = '''"""Triton's Python backend runs what is saved beside this file; it imports the package viviane."""
 
@@ -257,8 +258,11 @@ def _config_of(
 def _batching(settings: TritonSettings) -> dict[str, Any]:
     # No default_queue_policy: with one, Triton's batcher misses wake-ups, and requests wait for half a second.
     found: dict[str, Any] = {"max_queue_delay_microseconds": int(settings.max_delay_ms * 1000)}
-    if not settings.max_queued:  # else the model has to see all that wait
-        found["preferred_batch_size"] = [min(settings.preferred_batch_size, settings.max_batch_size)]
+    preferred = settings.preferred_batch_size
+    if preferred is None and not settings.max_queued:  # a model that refuses has to see all requests that wait
+        preferred = min(_PREFERRED_ROWS, settings.max_batch_size)
+    if preferred is not None:
+        found["preferred_batch_size"] = [preferred]
     return found
 
 
