@@ -19,8 +19,8 @@ class TritonSettings(Settings):
         max_batch_size: rows of one request, and of requests that are predicted together.
         max_delay_ms: how long a request may wait for others; 0 takes those that wait already.
         preferred_batch_size: rows of a batch; Triton passes it to the model then, even if more requests wait. Larger
-            batches gain little, and Triton loses HTTP answers when hundreds of requests are answered at once. None: 256;
-            with `max_queued`, as many as wait.
+            batches gain little, and Triton loses HTTP answers when hundreds of requests are answered at once. None:
+            256; with `max_queued`, as many as wait.
         max_queued: 0: the model answers every request that it is given. Else it answers this many of a batch, and
             refuses the later ones with UNAVAILABLE. A refusal costs as much as an answer of a small model, so this pays
             where answers take milliseconds.
