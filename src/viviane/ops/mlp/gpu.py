@@ -78,31 +78,27 @@ def backward(
     layout = packing([*(w.shape for w in weights), *(w.shape[:1] for w in weights)], dtype)
     matrices = [w[:, : one.shape[1]] for w, one in zip(layout.parts(packed), inputs, strict=False)]
     weight_grads, bias_grads = [grad] * (top + 1), [grad] * (top + 1)
-    dz, sums = grad, ColumnSums()
-    narrow = _is_narrow(matrices[top]) and not relu[top]
-    if narrow:
-        dz = grad.contiguous()
+    sums, last = ColumnSums(), top  # `last`: the last layer of the loop below
+    if _is_narrow(matrices[top]) and not relu[top]:
+        last = top - 1
+        dtypes = weights[top].dtype, weights[last].dtype
+        mask, wanted = top > 0 and relu[last], top > 0 or needs_x
+        dz, sums_below, *own = _narrow_backward(grad.contiguous(), inputs[top], matrices[top], mask, wanted, dtypes)
+        weight_grads[top], bias_grads[top] = own[0].unsqueeze(0), own[1]
+        tell_of_gradient(weights[top], weight_grads[top])
+        if top:
+            bias_grads[last] = sums_below
     else:
         dz, partial = gated_gradient(grad, activations[-1] if relu[-1] else None, relu=True)
         bias_grads[top] = sums.of(partial, weights[top].dtype)
-    for index in range(top, -1, -1):
+    for index in range(last, -1, -1):
         below, wanted, mask = inputs[index], index > 0 or needs_x, index > 0 and relu[index - 1]
-        lower = weights[max(index - 1, 0)].dtype
-        if narrow and index == top:
-            dz, below_sums, *own = _narrow_backward(
-                dz, below, matrices[index], mask, wanted, weights[index].dtype, lower
-            )
-            weight_grads[index], bias_grads[index] = own[0].unsqueeze(0), own[1]
-            tell_of_gradient(weights[index], weight_grads[index])
-            if index:
-                bias_grads[index - 1] = below_sums
-            continue
         weight_grads[index] = weight_gradient(dz, below, weights[index].dtype)
         tell_of_gradient(weights[index], weight_grads[index])
         if wanted:
             dz, partial = input_gradient(dz, matrices[index], below if mask else None, sums_too=index > 0)
         if index:
-            bias_grads[index - 1] = sums.of(partial, lower)
+            bias_grads[index - 1] = sums.of(partial, weights[index - 1].dtype)
     sums.compute()
     found = [*(_first_columns(one, w.shape[1]) for one, w in zip(weight_grads, weights, strict=True)), *bias_grads]
     return [*found, _first_columns(dz, x.shape[1]).to(x.dtype)] if needs_x else found
@@ -188,9 +184,14 @@ def _narrow_forward(x: Tensor, weight: Tensor, bias: Tensor, relu: bool) -> Tens
 
 
 def _narrow_backward(
-    grad: Tensor, x: Tensor, weight: Tensor, relu: bool, wanted: bool, dtype: torch.dtype, lower: torch.dtype
+    grad: Tensor, x: Tensor, weight: Tensor, relu: bool, wanted: bool, dtypes: tuple[torch.dtype, torch.dtype]
 ) -> list[Tensor]:
-    """Return the gradient of x, the sums of its columns, and the gradients of the weights and of the bias."""
+    """Return the gradient of x, the sums of its columns, and the gradients of the weights and of the bias.
+
+    Args:
+        dtypes: of the layer's weights, and of those of the layer below.
+    """
+    dtype, lower = dtypes
     size, dim = x.shape
     rows = _narrow_rows(dim)
     turns = power_of_two(max(1, ceil_div(size, rows * _NARROW_PROGRAMS)))
