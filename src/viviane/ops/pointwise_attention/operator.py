@@ -27,7 +27,7 @@ def attend(
 ) -> Tensor:
     """Call the kernels; arguments as for `viviane.ops.pointwise_attention.pointwise_attention`."""
     inputs = (q, k, v, held, position, times, time_bias, unit)
-    return cast(Tensor, _forward(*inputs) if is_traced(q, k, v, position, time_bias) else call(_KERNELS, *inputs))
+    return cast(Tensor, _forward(*inputs) if is_traced(*inputs[:-1]) else call(_KERNELS, *inputs))
 
 
 def _run(

@@ -70,7 +70,7 @@ class NanGuard:
     def check_gradients(self, loss: Tensor, batch: Batch, step: int) -> None:
         """Check all gradients (on a GPU also the loss) before the update."""
         gradients = list(self.gradients.named().values())
-        flag = _sum_of(gradients) if gradients else torch.zeros((), device=loss.device)
+        flag = _finite_flag(gradients) if gradients else torch.zeros((), device=loss.device)
         if loss.device.type != "cpu":
             flag = flag + loss.detach()
         features = [name for one in self.collections.values() for name in one.nonfinite_gradients()]
@@ -137,8 +137,8 @@ class NanGuard:
         return found
 
 
-def _sum_of(gradients: list[Tensor]) -> Tensor:
-    """Return a number that is not finite if one of the gradients is not, from few launches on a GPU."""
+def _finite_flag(gradients: list[Tensor]) -> Tensor:
+    """Return a number that is finite only if all gradients are; on a GPU one norm of all takes fewer launches."""
     if gradients[0].device.type == "cpu":
         return torch.stack([one.sum() for one in gradients]).sum()
     kind = torch.float64 if any(one.dtype == torch.float64 for one in gradients) else torch.float32
