@@ -6,7 +6,7 @@ All learn on the first 80% of the rows (fill 0, ln(1 + x), categories seen 6 tim
 write three Parquet parts; the ids are compared. Each runs in a fresh process, up to a million rows seven times, all in
 turns, of which the medians are kept; Spark is local[threads], heap 4 GB. Up to a million rows `viviane etl` runs, too,
 beside Python's `run`. Peak memory is that of a process and all its children together. Peers that are not installed are
-left out. A checkout is compiled to bytecode beforehand, as pip does with a package that it installs.
+left out. The modules are compiled to bytecode before the first run, as pip does on installation.
 
 --big runs 20 million rows x 40 columns with a memory limit of 4 GiB instead, and fails when the process took more.
 """
